@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from tyro.conf import Fixed
+
 from recipes.rules import broken_rules
 
 
@@ -174,9 +176,9 @@ class Run:
 class Recipe:
     """One training run, complete."""
 
-    name: str
+    name: Fixed[str]
     """Name of the recipe: its file name, and part of the run's folder name."""
-    description: str = ""
+    description: Fixed[str] = ""
     """One sentence: what this recipe is for."""
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)

@@ -1,0 +1,130 @@
+"""Recipes and the command line: what is refused, and in which words."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import train
+from models import model_config
+from recipes import command_line
+from recipes.base import Recipe, RecipeError
+
+ROOT = Path(__file__).resolve().parent.parent
+DEBUG = command_line.load("debug")
+
+
+@pytest.mark.parametrize("name", command_line.names())
+def test_every_recipe_is_legal_and_describes_itself(name):
+    recipe = command_line.load(name)
+    assert recipe.name == name
+    assert recipe.description
+    recipe.check()
+    assert model_config(recipe.model).num_parameters > 0
+
+
+def change(recipe: Recipe, path: str, value) -> Recipe:
+    section, field = path.split(".")
+    return replace(recipe, **{section: replace(getattr(recipe, section), **{field: value})})
+
+
+@pytest.mark.parametrize(
+    "path, value, words",
+    [
+        ("training.steps", 0, "training.steps: got 0, allowed: more than 0"),
+        ("training.steps", 3, "optimizer.warmup_steps: got 10, allowed: at most training.steps = 3"),
+        ("training.local_batch_size", -1, "got -1, allowed: more than 0"),
+        ("training.global_batch_size", 6, "got 6, allowed: a multiple of local_batch_size x ranks = 4; use 4"),
+        ("training.dtype", "fp16", "training.dtype: got 'fp16', allowed: float32, bfloat16"),
+        ("optimizer.lr", -1.0, "optimizer.lr: got -1.0, allowed: 0 or more"),
+        ("optimizer.lr", float("nan"), "optimizer.lr: got nan"),
+        ("optimizer.betas", (0.9, 1.0), "got 1.0, allowed: 0 or more and less than 1"),
+        ("optimizer.min_lr_ratio", 1.5, "allowed: 0 to 1"),
+        ("data.path", "x.txt", "set --data.source files or hub"),
+        ("data.source", "files", "data.path: got none with data.source files"),
+        ("data.subset", "en", "data.subset: got 'en'"),
+        ("data.held_out_every", 1, "allowed: 2 or more"),
+        ("run.device", "tpu", "run.device: got 'tpu', allowed: cpu, cuda, neuron"),
+        ("run.price_per_hour", 35.76, "run.price_source: got none with a price"),
+        ("compile.backend", "eager", "set --run.mode compile"),
+    ],
+)
+def test_broken_rules_say_what_got_allowed_and_the_fix(path, value, words):
+    with pytest.raises(RecipeError) as refusal:
+        change(DEBUG, path, value).check()
+    assert words in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_several_broken_rules_are_named_at_once():
+    with pytest.raises(RecipeError, match=r"training\.steps.*run\.log_every"):
+        change(change(DEBUG, "training.steps", 0), "run.log_every", 0).check()
+
+
+def test_more_than_one_process_is_refused_for_now():
+    with pytest.raises(RecipeError, match="got WORLD_SIZE=4, allowed: 1"):
+        DEBUG.check(world_size=4)
+
+
+def test_work_of_a_step_counts_accumulation():
+    recipe = change(DEBUG, "training.global_batch_size", 16)
+    assert recipe.accumulation_steps() == 4
+    assert recipe.tokens_per_step() == 16 * 256
+    assert DEBUG.accumulation_steps() == 1
+    assert recipe.accumulation_steps(world_size=2) == 2
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["debgu"], "unknown recipe 'debgu', nearest: debug"),
+        (["my_run.toml"], "a recipe is a name, not a file"),
+        (["--training.steps", "3"], "the recipe comes first"),
+        (["debug", "--training.stepz", "3"], "nearest: --training.steps"),
+        (["debug", "--trainning.steps=3"], "nearest: --training.steps"),
+        (["debug", "--training.steps", "many"], "--training.steps"),
+        (["debug", "--training.steps"], "Missing value for argument '--training.steps'"),
+        (["debug", "--run.device", "tpu"], "Expected one of ('cpu', 'cuda', 'neuron')"),
+        (["debug", "stray"], "stray"),
+        (["debug", "--name", "other"], "unknown flag '--name'"),
+    ],
+)
+def test_a_command_line_that_cannot_be_read_gets_one_line(arguments, words, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert train.main(arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.count("\n") == 1 and printed.err.startswith("error: ")
+    assert words in printed.err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("flag", ["--training.seq_len", "--training.seq-len"])
+def test_overrides_reach_the_recipe(flag, capsys):
+    assert train.main(["debug", flag, "64", "--run.deterministic", "--run.no-tensorboard", "--dry-run"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert {"training.seq_len = 64", "run.deterministic = True", "run.tensorboard = False"} <= set(lines)
+    assert "training.steps = 60" in lines
+
+
+def test_help_lists_recipes_and_explains_fields(capsys):
+    assert train.main(["--help"]) == 0
+    assert "debug" in capsys.readouterr().out
+    assert train.main(["debug", "--help"]) == 0
+    page = " ".join(capsys.readouterr().out.split())
+    assert "--training.global_batch_size" in page
+    assert "accumulates gradients" in page  # case A22: the help says what a number includes
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["debug", "--help"], ["debug", "--dry-run"], ["nope"], ["debug", "--x.y", "1"]])
+def test_nothing_heavy_is_imported_to_answer(arguments):
+    program = (
+        "import sys, train\n"
+        f"train.main({arguments!r})\n"
+        "heavy = {'torch', 'transformers', 'datasets', 'tokenizers', 'numpy'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,130 @@
+"""Where the numbers of a running run go: the record, the console and TensorBoard, at every window edge."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from recipes.base import Recipe
+from training.console import Console
+from training.flops import implausible, mfu
+from training.metrics import Meter, NonFiniteLoss, Window, first_non_finite, steady
+from training.record import RunRecord
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+
+@dataclass
+class Journal:
+    """Ends windows and passes them on; stops the run at the first loss that is not finite.
+
+    Args:
+        flops_per_token: under the `torchtitan` numerator. None: unknown, no MFU.
+        world_size: devices that share the work.
+    """
+
+    recipe: Recipe
+    record: RunRecord
+    console: Console
+    meter: Meter
+    flops_per_token: float | None
+    world_size: int = 1
+    peak_flops: float | None = None
+    windows: list[Window] = field(default_factory=list)
+    validations: list[dict[str, Any]] = field(default_factory=list)
+    _tensorboard: SummaryWriter | None = None
+    _warned: bool = False
+
+    def open_tensorboard(self) -> None:
+        """Start the event file. Importing TensorBoard takes seconds: do it where no window is being measured."""
+        if self.recipe.run.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._tensorboard = SummaryWriter(str(self.record.folder / "tensorboard"))
+
+    def end_window(self, disturbed_by: str | None) -> None:
+        """Synchronise, write down the window's steps and print it.
+
+        Raises:
+            NonFiniteLoss: after everything was written down, naming the step.
+        """
+        window = self.meter.end(disturbed_by)
+        self.windows.append(window)
+        self.record.append_steps(window.steps)
+        self._write_scalars(window)
+        self.console.window(window, self.share(window.tokens_per_second), self.recipe.run.deterministic)
+        bad = first_non_finite(window.steps)
+        if bad is not None:
+            raise NonFiniteLoss(
+                f"step {bad.step}: loss {bad.loss}, gradient norm {bad.grad_norm}; training stopped, what came before is kept. "
+                "Lower optimizer.lr, lengthen optimizer.warmup_steps, or look at the data of this step"
+            )
+
+    def add_validation(self, step: int, loss: float, tokens: int) -> None:
+        """Write down one validation round."""
+        self.validations.append({"step": step, "loss": loss, "tokens": tokens, "batches": self.recipe.validation.num_batches})
+        self.console.note(f"validation after step {step}: loss {loss:.4f} over {tokens:,} tokens")
+        if self._tensorboard is not None:
+            self._tensorboard.add_scalar("loss/validation", loss, step)
+
+    def share(self, tokens_per_second: float | None) -> float | None:
+        """Return the MFU at this global rate, warning once if it cannot be right."""
+        share = mfu(self.flops_per_token, tokens_per_second, self.world_size, self.peak_flops)
+        warning = implausible(share)
+        if warning and not self._warned:
+            self._warned = True
+            self.console.note(f"warning: {warning}")
+        return share
+
+    def _write_scalars(self, window: Window) -> None:
+        if self._tensorboard is None:
+            return
+        for step in window.steps:
+            for name, value in (("loss/train", step.loss), ("grad_norm", step.grad_norm), ("lr", step.lr)):
+                self._tensorboard.add_scalar(name, value, step.step)
+        self._tensorboard.add_scalar("speed/tokens_per_second", window.tokens_per_second, window.steps[-1].step)
+
+    def quality(self) -> dict[str, Any]:
+        """Return the quality section of the run record."""
+        steps = [step for window in self.windows for step in window.steps]
+        return {
+            "loss_first": steps[0].loss if steps else None,
+            "loss_last": steps[-1].loss if steps else None,
+            "grad_norm_last": steps[-1].grad_norm if steps else None,
+            "non_finite_steps": sum(first_non_finite([step]) is not None for step in steps),
+            "steps_recorded": len(steps),
+            "validation": self.validations,
+        }
+
+    def speed(self) -> dict[str, Any]:
+        """Return the part of the timing section that comes after the first step.
+
+        The speed of a deterministic run is not quoted: slower kernels were chosen on purpose.
+        """
+        later = [window for window in self.windows if window.steps[0].step > 1]
+        seconds = sum(window.seconds for window in later)
+        tokens = sum(step.tokens for window in later for step in window.steps)
+        summary = steady(self.windows)
+        quoted = not self.recipe.run.deterministic
+        return {
+            "speed_quoted": quoted,
+            "steady": asdict(summary) if summary and quoted else None,
+            "tokens_per_second_after_first_step": tokens / seconds if seconds and quoted else None,
+            "windows": [
+                {
+                    "first_step": window.steps[0].step,
+                    "last_step": window.steps[-1].step,
+                    "seconds": window.seconds,
+                    "tokens_per_second": window.tokens_per_second if quoted else None,
+                    "valid_tokens_per_second": window.valid_tokens_per_second if quoted else None,
+                    "disturbed_by": window.disturbed_by,
+                }
+                for window in self.windows
+            ],
+        }
+
+    def close(self) -> None:
+        """Flush what is still open."""
+        if self._tensorboard is not None:
+            self._tensorboard.close()

@@ -1,0 +1,199 @@
+"""From the first line of the record to the last: what a run says of itself, on screen and in record.json."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from backends.base import Backend, EnvironmentVariable
+from recipes.base import Recipe
+from training import timeline as phases
+from training.compile import CompileWatch
+from training.console import gigabytes, percent, seconds
+from training.flops import NUMERATORS, ModelShape, count_flops, mfu
+from training.journal import Journal
+from training.record import software
+from training.timeline import Timeline
+
+if TYPE_CHECKING:
+    from backends.peak_flops import Peak
+    from training.data import PackedBatches
+
+
+@dataclass
+class Report:
+    """Fills the record. As a context manager it closes the record with the status that the body earned."""
+
+    recipe: Recipe
+    backend: Backend
+    config: ModelShape
+    data: PackedBatches
+    journal: Journal
+    timeline: Timeline
+    watch: CompileWatch
+    environment: Sequence[EnvironmentVariable]
+    optimizer_implementation: str
+    world_size: int = 1
+    peaks: list[Peak] = field(default_factory=list)
+
+    def __enter__(self) -> Report:
+        """Print the header and write down what is known before the first step."""
+        training, config, tokens = self.recipe.training, self.config, self.recipe.tokens_per_step(self.world_size)
+        counts = {name: count_flops(config, training.seq_len, name) for name in NUMERATORS}
+        device = self.backend.describe()
+        self.journal.record.update(
+            environment={
+                "device": self.recipe.run.device,
+                "device_facts": device,
+                "software": software(),
+                "variables": [asdict(variable) for variable in self.environment],
+            },
+            work={
+                "parameters": config.num_parameters,
+                "embedding_parameters": config.num_embedding_parameters,
+                "tied": config.tied,
+                "flops_per_token": {name: count.flops_per_token for name, count in counts.items()},
+                "flops_unknown_because": counts["torchtitan"].reason,
+                "dtype": training.dtype,
+                "seq_len": training.seq_len,
+                "local_batch_size": training.local_batch_size,
+                "accumulation_steps": self.recipe.accumulation_steps(self.world_size),
+                "tokens_per_step": tokens,
+                "world_size": self.world_size,
+                "initialisation": self.recipe.model.initial_weights or f"normal(0, {config.init_std})",
+                "optimizer_implementation": self.optimizer_implementation,
+                "data": self.data.describe(),
+            },
+        )
+        flops = counts["torchtitan"].flops_per_token
+        data = self.data.describe()
+        self.journal.console.facts(
+            f"{self.recipe.name}: {self.recipe.description}",
+            (
+                ("model", f"{self.recipe.model.family} {self.recipe.model.flavor}, {config.num_parameters:,} parameters"),
+                ("work", f"{tokens:,} tokens a step, seq_len {training.seq_len}, {training.dtype}, {training.steps} steps"),
+                ("FLOPs", "n/a" if flops is None else f"{flops / 1e9:.4g} GFLOP a token (torchtitan numerator)"),
+                ("device", f"{self.recipe.run.device}, {self.recipe.run.mode}, AdamW {self.optimizer_implementation}, "
+                           f"pinned memory {'on' if self.backend.pin_memory else 'off'}"),
+                ("data", f"{data['source']} ({data['fingerprint']})"),
+                ("run", str(self.journal.record.folder)),
+            ),
+        )
+        for variable in self.environment:
+            self.journal.console.note(f"  {variable.name}={variable.value} (set by {variable.set_by}: {variable.reason})")
+        return self
+
+    def after_first_step(self) -> None:
+        """Say where the wait went, and do now what would have made it longer."""
+        self.journal.console.first_step(self.timeline)
+        self.watch.require_compiled()
+        self.peaks = self.backend.peaks(self.recipe.training.dtype, self.recipe.run.chip)
+        self.journal.peak_flops = self.peaks[0].flops if self.peaks else None
+        self.journal.open_tensorboard()
+        self.journal.record.write_environment()
+        self.journal.record.update(timing=self._timing(), compile=self._compile())
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Write the rest and close the record; an exception goes on to the caller."""
+        status = "finished" if error is None else "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+        cause = None if error is None else _one_line(error)
+        hours = self.timeline.elapsed() / 3600
+        price = self.recipe.run.price_per_hour
+        self.journal.close()
+        self.journal.record.update(
+            timing=self._timing(),
+            compile=self._compile(),
+            fallbacks=self.backend.fallback_ops(),
+            memory=asdict(self.backend.memory()),
+            quality=self.journal.quality() | {"epoch": self.data.epoch},
+            cost={
+                "hours": hours,
+                "price_per_hour": price,
+                "price_source": self.recipe.run.price_source,
+                "cost": None if price is None else price * hours,
+            },
+        )
+        if error is None:
+            self._print_summary()
+        self.journal.record.finish(status, cause)
+        self.journal.console.note(f"{status}: {self.journal.record.folder / 'record.json'}")
+
+    def _timing(self) -> dict[str, Any]:
+        finished_first = not self.timeline.open
+        speed = self.journal.speed()
+        rate = speed["steady"]["tokens_per_second"] if speed["steady"] else None
+        return {
+            "first_step_seconds": self.timeline.first_step_seconds if finished_first else None,
+            "time_to_first_step_seconds": self.timeline.time_to_first_step_seconds if finished_first else None,
+            "phases": [
+                {"phase": name, "in_first_step": name in phases.FIRST_STEP, "seconds": phase.seconds, **asdict(phase.compile)}
+                for name, phase in self.timeline.phases.items()
+            ],
+            "slowest_rank": 0,
+            "deterministic": self.recipe.run.deterministic,
+            **speed,
+            "mfu": self._mfu(rate),
+        }
+
+    def _mfu(self, tokens_per_second: float | None) -> list[dict[str, Any]]:
+        """Every numerator under every known peak; empty without a peak, because there is no MFU then."""
+        result = []
+        for numerator in NUMERATORS:
+            flops = count_flops(self.config, self.recipe.training.seq_len, numerator).flops_per_token
+            for peak in self.peaks:
+                share = mfu(flops, tokens_per_second, self.world_size, peak.flops)
+                result.append({"mfu": share, "numerator": numerator, "devices": self.world_size, "peak": asdict(peak)})
+        return result
+
+    def _compile(self) -> dict[str, Any]:
+        asked = self.recipe.run.mode == "compile"
+        return {
+            "mode": self.recipe.run.mode,
+            "region": self.recipe.compile.region if asked else None,
+            "backend": (self.recipe.compile.backend or self.backend.compile_backend) if asked else None,
+            **self.watch.report(),
+        }
+
+    def _print_summary(self) -> None:
+        timing, compiled, quality = (self.journal.record.content[name] for name in ("timing", "compile", "quality"))
+        steady, late, memory = timing["steady"], compiled["late_compiles"], self.backend.memory()
+        rows = [("first step", f"{seconds(timing['first_step_seconds'])} ({seconds(timing['time_to_first_step_seconds'])} after process start)")]
+        if steady:
+            rows.append(
+                (
+                    "steady",
+                    f"{steady['tokens_per_second']:,.0f} tokens/s, {steady['seconds_per_step_median']:.3f} s/step "
+                    f"({steady['seconds_per_step_min']:.3f} to {steady['seconds_per_step_max']:.3f} over {steady['windows']} windows)",
+                )
+            )
+        elif self.recipe.run.deterministic:
+            rows.append(("steady", "not quoted: a deterministic run"))
+        else:
+            rows.append(("steady", "n/a: no window without disturbance after step 1"))
+        for entry in timing["mfu"]:
+            if entry["numerator"] == "torchtitan":
+                peak = entry["peak"]
+                rows.append(("MFU", f"{percent(entry['mfu'])} of {peak['flops'] / 1e12:.4g} TFLOP/s {peak['dtype']} per {peak['per']} ({peak['source']})"))
+        if not timing["mfu"]:
+            rows.append(("MFU", "n/a: no known peak for this device; name the chip with --run.chip"))
+        if compiled["mode"] == "compile":
+            rows.append(
+                (
+                    "compile",
+                    f"{compiled['graphs']} graphs, {compiled['compile_seconds']:.2f} s (tracing {compiled['trace_seconds']:.2f} s), "
+                    f"cache {compiled['cache']['state']}, {sum(compiled['graph_breaks'].values())} graph breaks, {len(late)} late",
+                )
+            )
+        rows.append(("memory", f"peak {gigabytes(memory.peak_allocated_bytes)}"))
+        rows.append(("loss", f"{quality['loss_first']:.4f} -> {quality['loss_last']:.4f}"))
+        self.journal.console.facts("summary", rows)
+
+
+def _one_line(error: BaseException) -> str:
+    """Return the first line of an exception's message, with its type where the message does not speak for itself."""
+    text = next(iter(str(error).strip().splitlines()), "")
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    return text if type(error).__module__.startswith(("training", "recipes")) and text else f"{type(error).__name__}: {text}"

@@ -1,0 +1,133 @@
+"""Where the wait before the first useful step goes: contiguous phases, from process creation to the end of step 1."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+IMPORTS = "interpreter_and_imports"
+PROCESS_GROUP = "process_group"
+DATA = "data_and_run_folder"
+MODEL_BUILD = "model_build"
+PARALLELISE = "parallelise"
+MATERIALISE = "materialise_load"
+OPTIMIZER_BUILD = "optimizer_build"
+FIRST_BATCH = "first_batch"
+FORWARD = "forward"
+BACKWARD = "backward"
+OPTIMIZER = "optimizer"
+
+BEFORE_LOOP = (IMPORTS, PROCESS_GROUP, DATA, MODEL_BUILD, PARALLELISE, MATERIALISE, OPTIMIZER_BUILD)
+FIRST_STEP = (FIRST_BATCH, FORWARD, BACKWARD, OPTIMIZER)
+PHASES = BEFORE_LOOP + FIRST_STEP
+"""Every phase, in order. Their seconds sum to time_to_first_step_seconds; those of FIRST_STEP to first_step_seconds."""
+
+
+@dataclass(frozen=True)
+class CompileTotals:
+    """What compiling has cost so far in this process; subtract two of them. None: unknown."""
+
+    compile_seconds: float | None = 0.0
+    """Whole compilations, tracing included."""
+    trace_seconds: float | None = 0.0
+    """The part of compile_seconds before a graph reaches the compile backend."""
+    cache_hits: int | None = 0
+    cache_misses: int | None = 0
+
+    def since(self, before: CompileTotals) -> CompileTotals:
+        """Return this minus `before`, field by field; unknown in either stays unknown."""
+        return CompileTotals(
+            *(
+                None if now is None or then is None else now - then
+                for now, then in zip(vars(self).values(), vars(before).values(), strict=True)
+            )
+        )
+
+    def plus(self, other: CompileTotals) -> CompileTotals:
+        """Return the sum, field by field; unknown in either stays unknown."""
+        return CompileTotals(
+            *(None if a is None or b is None else a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True))
+        )
+
+
+@dataclass
+class Phase:
+    """Wall seconds of one phase and the compilation inside them."""
+
+    seconds: float = 0.0
+    compile: CompileTotals = field(default_factory=CompileTotals)
+
+
+class Timeline:
+    """Splits the time since the process was created into phases without gaps.
+
+    Each `mark` ends the phase that it names; the next phase begins at the same moment. After `close` marks do nothing, so
+    the loop may keep them in its body and only step 1 pays for the synchronisation.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter, age: Callable[[], float | None] | None = None):
+        """Start at the creation of the process.
+
+        Args:
+            clock: seconds, monotonic.
+            age: seconds since the process was created. None: as the operating system reports it.
+        """
+        self.clock = clock
+        seconds_alive = (age or process_age)()
+        self.starts_at_process_creation = seconds_alive is not None
+        self._began = self._last = clock() - (seconds_alive or 0.0)
+        self._synchronize: Callable[[], None] = lambda: None
+        self._compile_totals: Callable[[], CompileTotals] = CompileTotals
+        self._compile_last = CompileTotals()
+        self.open = True
+        self.phases: dict[str, Phase] = {name: Phase() for name in PHASES}
+
+    def attach(self, synchronize: Callable[[], None], compile_totals: Callable[[], CompileTotals]) -> None:
+        """Wait for the device and read what compiling has cost at every mark from here on."""
+        self._synchronize, self._compile_totals = synchronize, compile_totals
+        self._compile_last = compile_totals()
+
+    def mark(self, phase: str) -> None:
+        """End `phase` now; a phase marked twice accumulates."""
+        if not self.open:
+            return
+        self._synchronize()
+        now, compiled = self.clock(), self._compile_totals()
+        entry = self.phases[phase]
+        entry.seconds += now - self._last
+        entry.compile = entry.compile.plus(compiled.since(self._compile_last))
+        self._last, self._compile_last = now, compiled
+
+    def close(self) -> None:
+        """End the first step: what comes after is not part of the wait."""
+        self.open = False
+
+    def elapsed(self) -> float:
+        """Return the seconds since the process was created, or since this object was, where that is unknown."""
+        return self.clock() - self._began
+
+    @property
+    def first_step_seconds(self) -> float:
+        """From the loop asking for its first batch to the synchronised end of the first optimizer step."""
+        return sum(self.phases[name].seconds for name in FIRST_STEP)
+
+    @property
+    def time_to_first_step_seconds(self) -> float | None:
+        """From the creation of the process to the same end. None: the system does not report process creation."""
+        return sum(phase.seconds for phase in self.phases.values()) if self.starts_at_process_creation else None
+
+
+def process_age() -> float | None:
+    """Return the seconds since the operating system created this process, or None where it does not say.
+
+    Source: proc(5), field 22 of /proc/[pid]/stat: start time in clock ticks since boot.
+    """
+    try:
+        after_name = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        started = int(after_name[19]) / os.sysconf("SC_CLK_TCK")
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - started
+    except (OSError, ValueError, IndexError, AttributeError):
+        return None
