@@ -78,9 +78,9 @@ def train(recipe: Recipe, backend: Backend, timeline: Timeline, arguments: list[
     import torch
 
     from models import load_family, model_config
-    from training.checkpoint import export_weights, load_weights
     from training.data import build_data
     from training.optimizer import build_optimizer, learning_rate, set_learning_rate
+    from training.weights import export_weights, load_weights
 
     timeline.mark(phases.IMPORTS)
     timeline.mark(phases.PROCESS_GROUP)  # one process: there is nobody to wait for
@@ -100,7 +100,12 @@ def train(recipe: Recipe, backend: Backend, timeline: Timeline, arguments: list[
         model = family.Model(config)
     timeline.mark(phases.MODEL_BUILD)
 
-    family.parallelize(model, recipe.parallel.activation_checkpointing, recipe.compile.region, compile_settings)
+    family.parallelize(
+        model,
+        activation_checkpointing=recipe.parallel.activation_checkpointing,
+        compile_region=recipe.compile.region if compile_settings else None,
+        compile_kwargs=compile_settings,
+    )
     timeline.mark(phases.PARALLELISE)
 
     model.materialise(device)
@@ -194,7 +199,14 @@ def train(recipe: Recipe, backend: Backend, timeline: Timeline, arguments: list[
 
         if recipe.checkpoint.export:
             folder = record.folder / "checkpoints" / "hf"
-            export_weights(model, family.adapter, folder, train_data.tokenizer, step=training.steps, start=recipe.model.initial_weights)
+            export_weights(
+                model,
+                family.adapter,
+                folder,
+                train_data.tokenizer.save,
+                step=training.steps,
+                start=recipe.model.initial_weights,
+            )
             console.note(f"weights: {folder}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 
 from backends.base import Backend, BackendUnavailable
@@ -10,8 +11,9 @@ _CLASSES = {"cpu": "CpuBackend", "cuda": "CudaBackend", "neuron": "NeuronBackend
 NAMES = tuple(_CLASSES)
 
 
+@functools.cache
 def get_backend(name: str) -> Backend:
-    """Return the backend with this name; `require()` on it says whether the device is usable here.
+    """Return the backend with this name, always the same object; `require()` on it says whether the device is usable here.
 
     Raises:
         ValueError: if there is no backend of this name.

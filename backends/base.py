@@ -7,7 +7,9 @@ torch is loaded. That is why torch is imported inside the methods.
 
 from __future__ import annotations
 
+import itertools
 import os
+import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
     import torch
 
 
-class BackendUnavailable(RuntimeError):
+class BackendUnavailable(RuntimeError):  # noqa: N818 - reads better where it is caught
     """The device asked for cannot be used here. The message names what is missing and what to do."""
 
 
@@ -53,7 +55,26 @@ class CompileCache:
     files: int | None = None
     size_bytes: int | None = None
     hits: int | None = None
+    """Graphs that were fetched instead of compiled."""
     misses: int | None = None
+    """Graphs that were compiled."""
+
+    @classmethod
+    def at(cls, directory: Path, suffix: str = "", hits: int | None = None, misses: int | None = None) -> CompileCache:
+        """Count the files under `directory` whose name ends in `suffix`. A directory that does not exist holds none."""
+        files = size_bytes = 0
+        errors: list[OSError] = []
+        for folder, _, names in os.walk(directory, onerror=errors.append):
+            for name in names:
+                if name.endswith(suffix):
+                    try:
+                        size_bytes += Path(folder, name).stat().st_size
+                    except FileNotFoundError:  # another process has just replaced or evicted it
+                        continue
+                    files += 1
+        if any(not isinstance(error, FileNotFoundError) for error in errors):  # a part of it could not be read
+            return cls(str(directory), None, None, hits, misses)
+        return cls(str(directory), files, size_bytes, hits, misses)
 
 
 class Backend(ABC):
@@ -75,10 +96,10 @@ class Backend(ABC):
 
     @abstractmethod
     def require(self) -> None:
-        """Return if the device is usable; may import torch only after everything cheaper has been checked.
+        """Return if the device is usable; torch is imported only after everything cheaper has been checked.
 
         Raises:
-            BackendUnavailable: with the missing piece, the command that installs it, and `--run.device cpu`.
+            BackendUnavailable: with the missing piece, how to get it, and `--run.device cpu`.
         """
 
     def wanted_environment(self) -> tuple[tuple[str, str, str], ...]:
@@ -86,7 +107,10 @@ class Backend(ABC):
         return ()
 
     def set_environment(self) -> tuple[EnvironmentVariable, ...]:
-        """Set what is wanted and not yet set, and return every wanted variable with the value in force and who set it."""
+        """Set what is wanted and not yet set, and return every wanted variable with the value in force and who set it.
+
+        To be called once, before torch is imported: a second call finds the variables set and cannot tell by whom.
+        """
         result = []
         for name, value, reason in self.wanted_environment():
             set_by: Literal["user", "backend"] = "user" if name in os.environ else "backend"
@@ -97,12 +121,13 @@ class Backend(ABC):
 
     @abstractmethod
     def device(self, local_rank: int = 0) -> torch.device:
-        """The device that this rank computes on."""
+        """The device that this rank computes on; `synchronize` and `memory` then speak about it."""
 
     def seed(self, seed: int) -> None:
-        """Seed every generator that this process may draw from on the host and the device."""
+        """Seed Python's generator and torch's, on the host and on the device. Numpy is not touched."""
         import torch
 
+        random.seed(seed)
         torch.manual_seed(seed)
 
     @abstractmethod
@@ -110,11 +135,11 @@ class Backend(ABC):
         """Wait until all work handed to the device is done."""
 
     def memory(self) -> Memory:
-        """Device memory now; every field None where the device does not say."""
+        """Device memory now; each field None where the device does not say."""
         return Memory()
 
-    def reset_peak_memory(self) -> None:
-        """Start a new peak, where the device keeps one."""
+    def reset_peak_memory(self) -> None:  # noqa: B027 - most devices have nothing to do here
+        """Start a new peak, where the device can."""
 
     def autocast(self, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
         """Context in which matrix products run in `dtype`; None: no mixed precision."""
@@ -133,9 +158,21 @@ class Backend(ABC):
         for option, value in options.items():
             allowed = self.compile_options.get(option)
             if allowed is None:
-                raise ValueError(f"torch.compile option {option!r} is not legal on {self.name}; allowed: {', '.join(self.compile_options)}")
-            if value not in allowed:
-                raise ValueError(f"torch.compile {option}: got {value!r} on {self.name}, allowed: {', '.join(map(repr, allowed))}")
+                names = ", ".join(self.compile_options)
+                raise ValueError(
+                    f"torch.compile keyword {option!r} is not legal on {self.name}; allowed: {names}; leave it out"
+                )
+            # `is`: 1 == True, but torch.compile is not meant to get 1.
+            if not any(value is legal for legal in allowed):
+                values = ", ".join(map(repr, allowed))
+                raise ValueError(f"torch.compile {option}: got {value!r} on {self.name}, allowed: {values}")
+
+    def compile_kwargs(self) -> dict[str, Any]:
+        """Further keywords for every torch.compile call that uses this device's own compile backend.
+
+        The values are the same objects at each call: a compile backend may write into them.
+        """
+        return {}
 
     def compile_cache(self) -> CompileCache:
         """The persistent compile cache now."""
@@ -148,28 +185,61 @@ class Backend(ABC):
     # --- measuring ----------------------------------------------------------------------------------------------------
 
     def chip(self) -> str | None:
-        """Accelerator name as the peak table spells it. None: the device does not say."""
+        """Name of the chip: as the peak table spells it, or as the device does if it is not listed. None: not reported."""
         return None
 
     def peaks(self, dtype: str, chip: str | None = None) -> list[Peak]:
-        """Peak FLOP/s of one device (one rank's share) for matrix products in `dtype`, the usual convention first.
+        """Peak FLOP/s of one rank's share for matrix products in `dtype`, the usual convention first. Empty: unknown.
 
         Args:
             dtype: float32 or bfloat16: the type that the matrix products run in.
             chip: name from the peak table. None: what the device reports.
         """
-        return peaks_for(chip or self.chip(), dtype)
+        return [peak for peak in peaks_for(chip or self.chip(), dtype) if peak.per == "device"]
 
     def peak_flops(self, dtype: str, chip: str | None = None) -> Peak | None:
         """The first of `peaks`. None: the chip or its peak is unknown, so there is no MFU."""
         return next(iter(self.peaks(dtype, chip)), None)
 
+    def profile_arguments(self, directory: Path) -> dict[str, Any]:
+        """Keywords for torch.profiler.profile that make it write its traces into `directory`."""
+        from torch.profiler import ProfilerActivity
+
+        return {
+            "activities": [ProfilerActivity.CPU],
+            "on_trace_ready": lambda profile: profile.export_chrome_trace(str(directory / "trace.json")),
+        }
+
     @contextmanager
     def profiler(self, output_dir: Path) -> Iterator[list[Path]]:
-        """Profile the body; the list holds the written trace files once the body has ended."""
-        raise NotImplementedError  # replaced by the writer of this file's torch.profiler implementation
-        yield []
+        """Profile the body; the list holds the written files once the body has ended without an error.
+
+        Args:
+            output_dir: gets one new folder for each rank and use, so that nothing is overwritten.
+        """
+        import torch.distributed as dist
+        from torch.profiler import profile
+
+        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        folders = (output_dir / f"rank{rank}-{number}" for number in itertools.count())
+        directory = next(folder for folder in folders if not folder.exists())
+        directory.mkdir(parents=True)
+        files: list[Path] = []
+        with profile(**self.profile_arguments(directory)):
+            yield files
+            self.synchronize()  # work still in flight would be missing from the trace
+        files.extend(sorted(path for path in directory.rglob("*") if path.is_file()))
 
     def describe(self) -> dict[str, Any]:
-        """Facts about the device and its software for the record. Unknown is None."""
-        return {"chip": self.chip()}
+        """Facts about the device and its software for the record, ready for JSON. Unknown is None."""
+        import torch
+
+        return {"chip": self.chip(), "torch": str(torch.__version__)}
+
+
+def read_text(path: Path) -> str | None:
+    """The text of a file in which the system describes itself. None: there is no such file here."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError:
+        return None

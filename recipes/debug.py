@@ -1,7 +1,7 @@
 """A 9.2M-parameter Qwen3 on the standard library's own text: the whole path in about half a minute on a laptop CPU.
 
-    python train.py debug
-    python train.py debug --run.mode compile
+python train.py debug
+python train.py debug --run.mode compile
 """
 
 from recipes.base import Data, Model, Optimizer, Recipe, Run, Training, Validation

@@ -1,6 +1,6 @@
 """Train recipe `debug` eagerly and compiled, and say which mode is ahead after how many steps.
 
-    python -m scripts.demo
+python -m scripts.demo
 """
 
 from __future__ import annotations
@@ -67,7 +67,15 @@ def verdict(eager: dict[str, Any], compiled: dict[str, Any]) -> str:
 def main() -> None:
     """Run both modes and print the table."""
     eager, compiled = run("eager"), run("compile")
-    columns = ("mode", "first step", "from process start", "steady tokens/s", "MFU (torchtitan)", "loss first -> last", "compile cache")
+    columns = (
+        "mode",
+        "first step",
+        "from process start",
+        "steady tokens/s",
+        "MFU (torchtitan)",
+        "loss first -> last",
+        "compile cache",
+    )
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = 140

@@ -118,7 +118,9 @@ def test_help_lists_recipes_and_explains_fields(capsys):
     assert "accumulates gradients" in page  # case A22: the help says what a number includes
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["debug", "--help"], ["debug", "--dry-run"], ["nope"], ["debug", "--x.y", "1"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["debug", "--help"], ["debug", "--dry-run"], ["nope"], ["debug", "--x.y", "1"]]
+)
 def test_nothing_heavy_is_imported_to_answer(arguments):
     program = (
         "import sys, train\n"

@@ -30,12 +30,10 @@ def compile_keywords(recipe: Recipe, backend: Backend) -> dict[str, Any] | None:
         backend.check_compile(dynamic=False, fullgraph=recipe.compile.fullgraph)
     except ValueError as error:
         raise RecipeError(str(error)) from None
-    return {
-        "backend": recipe.compile.backend or backend.compile_backend,
-        "dynamic": False,
-        "fullgraph": recipe.compile.fullgraph,
-        **backend.compile_kwargs(),
-    }
+    chosen = recipe.compile.backend or backend.compile_backend
+    # The device's own options mean nothing to another compiler.
+    own = backend.compile_kwargs() if chosen == backend.compile_backend else {}
+    return {"backend": chosen, "dynamic": False, "fullgraph": recipe.compile.fullgraph, **own}
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-
 class NonFiniteLoss(RunFailed):
     """Training produced a NaN or an infinite loss; the message names the step."""
 

@@ -75,8 +75,11 @@ class Report:
                 ("model", f"{self.recipe.model.family} {self.recipe.model.flavor}, {config.num_parameters:,} parameters"),
                 ("work", f"{tokens:,} tokens a step, seq_len {training.seq_len}, {training.dtype}, {training.steps} steps"),
                 ("FLOPs", "n/a" if flops is None else f"{flops / 1e9:.4g} GFLOP a token (torchtitan numerator)"),
-                ("device", f"{self.recipe.run.device}, {self.recipe.run.mode}, AdamW {self.optimizer_implementation}, "
-                           f"pinned memory {'on' if self.backend.pin_memory else 'off'}"),
+                (
+                    "device",
+                    f"{self.recipe.run.device}, {self.recipe.run.mode}, AdamW {self.optimizer_implementation}, "
+                    f"pinned memory {'on' if self.backend.pin_memory else 'off'}",
+                ),
                 ("data", f"{data['source']} ({data['fingerprint']})"),
                 ("run", str(self.journal.record.folder)),
             ),
@@ -159,7 +162,12 @@ class Report:
     def _print_summary(self) -> None:
         timing, compiled, quality = (self.journal.record.content[name] for name in ("timing", "compile", "quality"))
         steady, late, memory = timing["steady"], compiled["late_compiles"], self.backend.memory()
-        rows = [("first step", f"{seconds(timing['first_step_seconds'])} ({seconds(timing['time_to_first_step_seconds'])} after process start)")]
+        rows = [
+            (
+                "first step",
+                f"{seconds(timing['first_step_seconds'])} ({seconds(timing['time_to_first_step_seconds'])} after process start)",
+            )
+        ]
         if steady:
             rows.append(
                 (
@@ -175,7 +183,12 @@ class Report:
         for entry in timing["mfu"]:
             if entry["numerator"] == "torchtitan":
                 peak = entry["peak"]
-                rows.append(("MFU", f"{percent(entry['mfu'])} of {peak['flops'] / 1e12:.4g} TFLOP/s {peak['dtype']} per {peak['per']} ({peak['source']})"))
+                rows.append(
+                    (
+                        "MFU",
+                        f"{percent(entry['mfu'])} of {peak['flops'] / 1e12:.4g} TFLOP/s {peak['dtype']} per {peak['per']} ({peak['source']})",
+                    )
+                )
         if not timing["mfu"]:
             rows.append(("MFU", "n/a: no known peak for this device; name the chip with --run.chip"))
         if compiled["mode"] == "compile":
