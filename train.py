@@ -175,10 +175,8 @@ def train(recipe: Recipe, backend: Backend, timeline: Timeline, arguments: list[
             # --- bookkeeping: nothing below waits for the device except at a window's edge ---
             timeline.close()
             meter.add(step, loss, grad_norm, lr, recipe.tokens_per_step(), valid_tokens)
-            for compilation in watch.observe(step):
+            if journal.add_compilations(watch.observe(step)):
                 disturbed_by = "compiled"
-                if step > 1:
-                    console.note(f"late compile in step {step}: {compilation.seconds:.2f} s, {compilation.cause}")
             if step in profiled:
                 disturbed_by = "profiled"
             console.advance(step)
@@ -194,19 +192,12 @@ def train(recipe: Recipe, backend: Backend, timeline: Timeline, arguments: list[
                     gc.freeze()  # what exists now lives as long as the run: later collections need not walk it
                 if validates:
                     journal.add_validation(step, *validate())
-                    watch.observe(step)
+                    journal.add_compilations(watch.observe(step))
                 meter.begin()
 
         if recipe.checkpoint.export:
-            folder = record.folder / "checkpoints" / "hf"
-            export_weights(
-                model,
-                family.adapter,
-                folder,
-                train_data.tokenizer.save,
-                step=training.steps,
-                start=recipe.model.initial_weights,
-            )
+            folder, start = record.folder / "checkpoints" / "hf", recipe.model.initial_weights
+            export_weights(model, family.adapter, folder, train_data.tokenizer.save, step=training.steps, start=start)
             console.note(f"weights: {folder}")
 
 

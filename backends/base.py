@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
 
 
-class BackendUnavailable(RuntimeError):  # noqa: N818 - reads better where it is caught
+class BackendUnavailable(RuntimeError):
     """The device asked for cannot be used here. The message names what is missing and what to do."""
 
 

@@ -63,7 +63,7 @@ def measure(dtype: Any) -> tuple[float, int]:
 
 def cache_file() -> Path:
     """Where measured peaks are kept."""
-    home = os.path.expanduser("~")  # noqa: PTH111 - unlike Path.home(), does not raise where there is none
+    home = os.path.expanduser("~")
     return Path(os.environ.get("XDG_CACHE_HOME") or Path(home, ".cache"), "firststep", "cpu_peak.json")
 
 

@@ -25,7 +25,7 @@ def cache_directory() -> Path:
     Source: torch/_inductor/runtime/cache_dir_utils.py. A test compares the two.
     """
     if directory := os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
-        return Path(os.path.abspath(directory))  # noqa: PTH100 - as torch spells it
+        return Path(os.path.abspath(directory))
     try:
         user = getpass.getuser()
     except (KeyError, ModuleNotFoundError, OSError):

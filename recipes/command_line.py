@@ -33,9 +33,8 @@ def load(name: str) -> Recipe:
     """
     if name not in names():
         if name.endswith((".toml", ".yaml", ".yml", ".json", ".py")):
-            raise RecipeError(
-                f"a recipe is a name, not a file: got {name!r}; write recipes/<name>.py and run `python train.py <name>`"
-            )
+            fix = "write recipes/<name>.py and run `python train.py <name>`"
+            raise RecipeError(f"a recipe is a name, not a file: got {name!r}; {fix}")
         raise RecipeError(f"unknown recipe {name!r}{_nearest(name, names())}; allowed: {', '.join(names())}")
     recipe = importlib.import_module(f"recipes.{name}").RECIPE
     if recipe.name != name:
@@ -68,9 +67,7 @@ def parse(arguments: Sequence[str]) -> tuple[Recipe, bool] | None:
 
 def print_overview() -> None:
     """Print usage and every recipe with its description."""
-    print(
-        f"{USAGE}\n\nTrain a recipe. `python train.py RECIPE --help` lists every field with its value in that recipe.\n\nrecipes:"
-    )
+    print(f"{USAGE}\n\nTrain a recipe. `python train.py RECIPE --help` lists every field with its value there.\n\nrecipes:")
     width = max(map(len, names()))
     for name in names():
         print(f"  {name:<{width}}  {load(name).description}")
@@ -108,11 +105,10 @@ def _refuse_unknown(recipe: Recipe, arguments: Sequence[str]) -> None:
     for argument in arguments:
         if not argument.startswith("--"):
             continue
-        flag = argument.partition("=")[0].replace("-", "_").replace("__", "--", 1)
+        got = argument.partition("=")[0]
+        flag = "--" + got[2:].replace("-", "_")
         if flag not in flags:
-            raise RecipeError(
-                f"unknown flag {argument.partition('=')[0]!r}{_nearest(flag, flags)}; see `python train.py {recipe.name} --help`"
-            )
+            raise RecipeError(f"unknown flag {got!r}{_nearest(flag, flags)}; see `python train.py {recipe.name} --help`")
 
 
 def _nearest(word: str, known: Sequence[str] | dict[str, Any]) -> str:

@@ -42,7 +42,7 @@ def row(record: dict[str, Any]) -> tuple[str, ...]:
         seconds(timing["time_to_first_step_seconds"]),
         "n/a" if steady is None else f"{steady['tokens_per_second']:,.0f}",
         share,
-        f"{quality['loss_first']:.3f} -> {quality['loss_last']:.3f}",
+        f"{quality['loss_first']:.2f} -> {quality['loss_last_window']:.2f}",
         record["compile"]["cache"]["state"] or "not used",
     )
 
@@ -80,7 +80,7 @@ def main() -> None:
     if not console.is_terminal:
         console.width = 140
     console.print()
-    console.print(table("debug: 9.2M parameters, float32", columns, [row(eager), row(compiled)]))
+    console.print(table("debug: 8.4M parameters, float32", columns, [row(eager), row(compiled)]))
     entry = next(iter(compiled["timing"]["mfu"]), None)
     if entry:
         console.print(f"Peak: {entry['peak']['source']}.")

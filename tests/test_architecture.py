@@ -81,9 +81,8 @@ def problems_with_devices(where: str, tree: ast.Module) -> list[str]:
             found.append(name)
         if isinstance(node, ast.Import | ast.ImportFrom) and where != "backends/neuron.py":
             found += [alias for alias in imported(ast.Module([node], [])) if alias.startswith("torch_neuronx")]
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and where != "backends/neuron.py":
-            if node.value.startswith(("NEURON_", "TORCH_NEURONX_")):
-                found.append(node.value)
+        if isinstance(node, ast.Constant) and where != "backends/neuron.py":
+            found += [node.value] if str(node.value).startswith(("NEURON_", "TORCH_NEURONX_")) else []
         if isinstance(node, ast.Compare):
             for side in (node.left, *node.comparators):
                 chain = dotted(side) or ""

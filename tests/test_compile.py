@@ -127,9 +127,8 @@ def test_keywords_come_from_recipe_and_device():
 
 
 def test_an_option_that_the_device_does_not_honour_is_refused():
-    class OnlyWholeGraphs(FakeBackend):
-        compile_options = {"dynamic": (False,), "fullgraph": (True,)}
-
+    backend = FakeBackend()
+    backend.compile_options = {"dynamic": (False,), "fullgraph": (True,)}
     recipe = change(change(command_line.load("debug"), "run.mode", "compile"), "compile.fullgraph", False)
     with pytest.raises(RecipeError, match=r"fullgraph.*got False.*allowed: True"):
-        compile_keywords(recipe, OnlyWholeGraphs())
+        compile_keywords(recipe, backend)

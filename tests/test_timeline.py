@@ -80,7 +80,7 @@ def test_a_system_that_does_not_report_process_creation_gives_no_figure():
     assert timeline.first_step_seconds == 0.0
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="needs /proc")  # noqa: PTH110
+@pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="needs /proc")
 def test_process_age_moves_with_the_clock():
     before = process_age()
     start = time.perf_counter()

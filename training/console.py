@@ -72,9 +72,8 @@ class Console:
 
     def first_step(self, timeline: Timeline) -> None:
         """Print where the wait for the first step went."""
-        self.note(
-            f"first step {timeline.first_step_seconds:.2f} s, {seconds(timeline.time_to_first_step_seconds)} after process start:"
-        )
+        whole = seconds(timeline.time_to_first_step_seconds)
+        self.note(f"first step {seconds(timeline.first_step_seconds)}, {whole} after process start:")
         for name, phase in timeline.phases.items():
             compiling = phase.compile.compile_seconds
             detail = f"  of which compiling {compiling:.2f} s" if compiling else ""

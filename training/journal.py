@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from recipes.base import Recipe
+from training.compile import Compilation
 from training.console import Console
 from training.flops import implausible, mfu
 from training.metrics import Meter, NonFiniteLoss, Window, first_non_finite, steady
@@ -61,6 +64,16 @@ class Journal:
                 "Lower optimizer.lr, lengthen optimizer.warmup_steps, or look at the data of this step"
             )
 
+    def add_compilations(self, compilations: Sequence[Compilation]) -> bool:
+        """Announce each compilation after step 1 with its cause, and return whether there was any at all."""
+        for compilation in compilations:
+            if compilation.step > 1:
+                self.console.note(
+                    f"late compile in step {compilation.step}: {compilation.seconds:.2f} s, {compilation.function}, "
+                    f"{compilation.direction}: {compilation.cause}"
+                )
+        return bool(compilations)
+
     def add_validation(self, step: int, loss: float, tokens: int) -> None:
         """Write down one validation round."""
         self.validations.append({"step": step, "loss": loss, "tokens": tokens, "batches": self.recipe.validation.num_batches})
@@ -88,9 +101,11 @@ class Journal:
     def quality(self) -> dict[str, Any]:
         """Return the quality section of the run record."""
         steps = [step for window in self.windows for step in window.steps]
+        last_window = [step.loss for step in self.windows[-1].steps] if self.windows else []
         return {
             "loss_first": steps[0].loss if steps else None,
             "loss_last": steps[-1].loss if steps else None,
+            "loss_last_window": statistics.fmean(last_window) if last_window else None,
             "grad_norm_last": steps[-1].grad_norm if steps else None,
             "non_finite_steps": sum(first_non_finite([step]) is not None for step in steps),
             "steps_recorded": len(steps),

@@ -161,47 +161,36 @@ class Report:
 
     def _print_summary(self) -> None:
         timing, compiled, quality = (self.journal.record.content[name] for name in ("timing", "compile", "quality"))
-        steady, late, memory = timing["steady"], compiled["late_compiles"], self.backend.memory()
-        rows = [
-            (
-                "first step",
-                f"{seconds(timing['first_step_seconds'])} ({seconds(timing['time_to_first_step_seconds'])} after process start)",
-            )
-        ]
-        if steady:
-            rows.append(
-                (
-                    "steady",
-                    f"{steady['tokens_per_second']:,.0f} tokens/s, {steady['seconds_per_step_median']:.3f} s/step "
-                    f"({steady['seconds_per_step_min']:.3f} to {steady['seconds_per_step_max']:.3f} over {steady['windows']} windows)",
-                )
-            )
-        elif self.recipe.run.deterministic:
-            rows.append(("steady", "not quoted: a deterministic run"))
-        else:
-            rows.append(("steady", "n/a: no window without disturbance after step 1"))
+        whole = seconds(timing["time_to_first_step_seconds"])
+        rows = [("first step", f"{seconds(timing['first_step_seconds'])} ({whole} after process start)")]
+        rows.append(("steady", self._steady_text(timing["steady"])))
         for entry in timing["mfu"]:
             if entry["numerator"] == "torchtitan":
                 peak = entry["peak"]
-                rows.append(
-                    (
-                        "MFU",
-                        f"{percent(entry['mfu'])} of {peak['flops'] / 1e12:.4g} TFLOP/s {peak['dtype']} per {peak['per']} ({peak['source']})",
-                    )
-                )
+                denominator = f"{peak['flops'] / 1e12:.4g} TFLOP/s {peak['dtype']} per {peak['per']}, {peak['source']}"
+                rows.append(("MFU", f"{percent(entry['mfu'])} of {denominator}"))
         if not timing["mfu"]:
             rows.append(("MFU", "n/a: no known peak for this device; name the chip with --run.chip"))
         if compiled["mode"] == "compile":
-            rows.append(
-                (
-                    "compile",
-                    f"{compiled['graphs']} graphs, {compiled['compile_seconds']:.2f} s (tracing {compiled['trace_seconds']:.2f} s), "
-                    f"cache {compiled['cache']['state']}, {sum(compiled['graph_breaks'].values())} graph breaks, {len(late)} late",
-                )
-            )
-        rows.append(("memory", f"peak {gigabytes(memory.peak_allocated_bytes)}"))
-        rows.append(("loss", f"{quality['loss_first']:.4f} -> {quality['loss_last']:.4f}"))
+            rows.append(("compile", _compile_text(compiled)))
+        rows.append(("memory", f"peak {gigabytes(self.backend.memory().peak_allocated_bytes)}"))
+        rows.append(("loss", f"{quality['loss_first']:.4f} -> {quality['loss_last_window']:.4f} (mean of the last window)"))
         self.journal.console.facts("summary", rows)
+
+    def _steady_text(self, steady: dict[str, Any] | None) -> str:
+        if steady is None:
+            deterministic = self.recipe.run.deterministic
+            return "not quoted: a deterministic run" if deterministic else "n/a: no undisturbed window after step 1"
+        spread = (
+            f"{steady['seconds_per_step_min']:.3f} to {steady['seconds_per_step_max']:.3f} over {steady['windows']} windows"
+        )
+        return f"{steady['tokens_per_second']:,.0f} tokens/s, {steady['seconds_per_step_median']:.3f} s/step ({spread})"
+
+
+def _compile_text(compiled: dict[str, Any]) -> str:
+    breaks, late = sum(compiled["graph_breaks"].values()), len(compiled["late_compiles"])
+    cost = f"{compiled['graphs']} graphs, {compiled['compile_seconds']:.2f} s (tracing {compiled['trace_seconds']:.2f} s)"
+    return f"{cost}, cache {compiled['cache']['state']}, {breaks} graph breaks, {late} late"
 
 
 def _one_line(error: BaseException) -> str:

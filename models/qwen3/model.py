@@ -21,6 +21,8 @@ from models.qwen3.config import Qwen3Config
 
 IGNORE_INDEX = -100
 """Label of a position that is not predicted."""
+LOSS_CHUNK_TOKENS = 512
+"""Tokens whose logits are computed at a time."""
 
 
 class RotaryEmbedding(nn.Module):
@@ -34,11 +36,12 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("table_T2H", self.compute(), persistent=False)
 
     def compute(self, device: torch.device | None = None) -> Tensor:
-        """Return the table, [max_seq_len, 2, head_dim]: cosines and sines, each half repeated."""
+        """Return the table, [max_seq_len, 2, head_dim]: cosines twice over, and sines with a first half of negative sign."""
         exponents = torch.arange(0, self.head_dim, 2, device=device, dtype=torch.float32) / self.head_dim
         positions = torch.arange(self.max_seq_len, device=device, dtype=torch.float32)
-        angles = torch.outer(positions, 1.0 / self.theta**exponents).repeat(1, 2)
-        return torch.stack((angles.cos(), angles.sin()), dim=1)
+        angles = torch.outer(positions, 1.0 / self.theta**exponents)
+        cos, sin = angles.cos(), angles.sin()
+        return torch.stack((torch.cat((cos, cos), dim=1), torch.cat((-sin, sin), dim=1)), dim=1)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotaryEmbedding:
         super()._apply(fn, recurse)
@@ -54,8 +57,7 @@ class RotaryEmbedding(nn.Module):
 
 def rotate(x_BTNH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn each pair (i, i + head_dim / 2) of each head by its position's angle, in fp32."""
-    first, second = x_BTNH.chunk(2, dim=-1)
-    return (x_BTNH * cos + torch.cat((-second, first), dim=-1) * sin).to(x_BTNH.dtype)
+    return torch.addcmul(x_BTNH * cos, x_BTNH.roll(x_BTNH.shape[-1] // 2, dims=-1), sin).to(x_BTNH.dtype)
 
 
 class Attention(nn.Module):
@@ -181,9 +183,17 @@ class Qwen3(nn.Module):
         return self.loss(x_BTD, labels_BT)
 
     def loss(self, x_BTD: Tensor, labels_BT: Tensor) -> Tensor:
-        """Return the summed cross entropy of the output projection of final hidden states."""
-        logits = self.output(x_BTD).flatten(0, 1)
-        return F.cross_entropy(logits.float(), labels_BT.flatten(), reduction="sum", ignore_index=IGNORE_INDEX)
+        """Return the summed cross entropy of the output projection of final hidden states.
+
+        A few hundred tokens at a time: their logits stay in cache and need no large block of memory of their own.
+        """
+        total = x_BTD.new_zeros((), dtype=torch.float32)
+        for x_CD, labels_C in zip(
+            x_BTD.flatten(0, 1).split(LOSS_CHUNK_TOKENS), labels_BT.flatten().split(LOSS_CHUNK_TOKENS), strict=True
+        ):
+            logits_CV = self.output(x_CD).float()
+            total = total + F.cross_entropy(logits_CV, labels_C, reduction="sum", ignore_index=IGNORE_INDEX)
+        return total
 
 
 def document_mask(documents_BT: Tensor) -> Tensor:

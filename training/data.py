@@ -1,0 +1,300 @@
+"""From documents to batches of one fixed shape.
+
+Each rank reads documents of its own, encodes them, lays them end to end and cuts the tape into rows of `seq_len` tokens. A
+row's labels are its tokens moved by one, so neighbouring rows share one token and each token is predicted exactly once.
+Nothing is padded and nothing dropped: the tape runs on from one epoch into the next. With isolated documents no label crosses
+from one document into another: the last token of each, its end token, has none.
+
+Positions: a row is what attention sees, so a row's positions start at 0. With isolated documents they start at 0 again at
+each document. A document that a row's end cuts goes on at 0 in the next row, where what came before cannot be seen anyway:
+rotary attention depends on distances only, and no position ever reaches `seq_len`, whatever a document's length.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import get_worker_info
+
+from recipes.base import Recipe
+from training.sources import DataError, DocumentSource, open_source
+from training.tokenizer import Notify, TextTokenizer, check_vocabulary, load_tokenizer
+
+IGNORE_INDEX = -100
+"""Label of a position that is not predicted: the default of torch's cross entropy, and what the models expect."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows for one forward pass. Shapes are [batch, tokens], integers are int64."""
+
+    tokens: Tensor
+    labels: Tensor
+    """The token after each one; IGNORE_INDEX where none is predicted."""
+    num_valid_tokens: int
+    """Labels that count. A number of the host's, so that nobody waits for the device to learn it."""
+    positions: Tensor | None = None
+    """Position of each token in its document and row. None: its index in the row."""
+    documents: Tensor | None = None
+    """Number of each token's document within the batch. None: documents are not told apart."""
+
+    @property
+    def num_tokens(self) -> int:
+        """All positions, those without a label included."""
+        return self.tokens.numel()
+
+    def to(self, device: torch.device, pin_memory: bool = False) -> Batch:
+        """Return the batch on a device.
+
+        Args:
+            pin_memory: copy from page-locked memory, without waiting for the copy to end.
+        """
+        moved = {}
+        for name in ("tokens", "labels", "positions", "documents"):
+            tensor = getattr(self, name)
+            if tensor is not None:
+                tensor = tensor.pin_memory() if pin_memory else tensor
+                moved[name] = tensor.to(device, non_blocking=pin_memory)
+        return replace(self, **moved)
+
+
+def pack(pieces: list[list[int]], batch_size: int, seq_len: int, isolate_documents: bool) -> Batch:
+    """Cut batch_size x seq_len + 1 tokens, given as the pieces of successive documents, into a batch."""
+    tape = torch.tensor([token for piece in pieces for token in piece])
+    shape = (batch_size, seq_len)
+    # Cloned: tokens and labels would otherwise be views of the same memory.
+    tokens, labels = tape[:-1].view(shape), tape[1:].clone().view(shape)
+    if not isolate_documents:
+        return Batch(tokens, labels, num_valid_tokens=labels.numel())
+
+    lengths = torch.tensor([len(piece) for piece in pieces])
+    owners = torch.repeat_interleave(torch.arange(len(pieces)), lengths)
+    documents = owners[:-1].view(shape)
+    labels[owners[1:].view(shape) != documents] = IGNORE_INDEX
+    columns = torch.arange(seq_len).expand(shape)
+    starts = torch.zeros(shape, dtype=torch.int64)
+    starts[:, 1:] = torch.where(documents[:, 1:] != documents[:, :-1], columns[:, 1:], 0)
+    positions = columns - starts.cummax(dim=1).values
+    return Batch(tokens, labels, int((labels != IGNORE_INDEX).sum()), positions, documents)
+
+
+@dataclass(frozen=True)
+class EncodedDocument:
+    """One document on the tape, and its place in the data."""
+
+    tokens: list[int]
+    epoch: int = 0
+    number: int = 0
+    """Place among the rank's documents of that epoch."""
+
+
+class Tape:
+    """Encoded documents end to end."""
+
+    def __init__(self, offset: int = 0):
+        self.documents: deque[EncodedDocument] = deque()
+        self.offset = offset
+        """Tokens of the first document that have been taken."""
+        self.length = -offset
+        """Tokens that can still be taken."""
+
+    def append(self, document: EncodedDocument) -> None:
+        self.documents.append(document)
+        self.length += len(document.tokens)
+
+    def take(self, count: int) -> list[list[int]]:
+        """Remove `count` tokens and return them with the one that follows, as pieces of successive documents."""
+        pieces, wanted, begin = [], count + 1, self.offset
+        for document in self.documents:
+            pieces.append(document.tokens[begin : begin + wanted])
+            wanted, begin = wanted - len(pieces[-1]), 0
+            if not wanted:
+                break
+        self.length -= count
+        self.offset += count
+        while self.offset >= len(self.documents[0].tokens):
+            self.offset -= len(self.documents.popleft().tokens)
+        return pieces
+
+
+class PackedBatches(Iterator[Batch]):
+    """Training batches of one data-parallel rank, without end: after the last document the next epoch begins."""
+
+    def __init__(
+        self,
+        source: DocumentSource,
+        tokenizer: TextTokenizer,
+        *,
+        seq_len: int,
+        local_batch_size: int,
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        isolate_documents: bool = False,
+    ):
+        assert 0 <= rank < world_size
+        self.source, self.tokenizer = source, tokenizer
+        self.seq_len, self.local_batch_size, self.isolate_documents = seq_len, local_batch_size, isolate_documents
+        self.seed, self.rank, self.world_size = seed, rank, world_size
+        self.tokens_seen = self.valid_tokens_seen = self.documents_seen = 0
+        self._start_at(epoch=0, document=0, offset=0)
+
+    def _start_at(self, epoch: int, document: int, offset: int) -> None:
+        self.epoch, self._document = epoch, document
+        self._tape = Tape(offset)
+        self._documents = self._read(epoch, document)
+
+    def _read(self, epoch: int, number: int) -> Iterator[EncodedDocument]:
+        """Encode the rank's documents from one place in the data on, epoch after epoch."""
+        wanted = self.local_batch_size * self.seq_len + 1
+        while True:
+            whole_epoch, num_tokens = number == 0, 0
+            texts = self.source.training_documents(self.seed, epoch, self.rank + number * self.world_size, self.world_size)
+            for number, text in enumerate(texts, number):  # noqa: B020 - counts on from where it starts
+                if text:
+                    document = EncodedDocument(self.tokenizer.encode_document(text), epoch, number)
+                    num_tokens += len(document.tokens)
+                    yield document
+            if whole_epoch and num_tokens < wanted:  # would put a document into one batch twice, or find nothing for ever
+                raise DataError(
+                    f"training.seq_len is beyond the data: one batch takes {self.local_batch_size} x {self.seq_len} + 1 = "
+                    f"{wanted} tokens, the training documents of rank {self.rank} (of {self.world_size}) hold {num_tokens}; "
+                    "lower training.seq_len or training.local_batch_size, or name more data"
+                )
+            epoch, number = epoch + 1, 0
+
+    def __next__(self) -> Batch:
+        if get_worker_info() is not None:
+            raise DataError(
+                "PackedBatches cannot run in a DataLoader worker: workers would repeat each other's documents, and the place "
+                "in the data would stay behind with them; use num_workers=0"
+            )
+        count = self.local_batch_size * self.seq_len
+        while self._tape.length <= count:
+            self._tape.append(next(self._documents))
+        waiting = len(self._tape.documents)
+        batch = pack(self._tape.take(count), self.local_batch_size, self.seq_len, self.isolate_documents)
+        self.documents_seen += waiting - len(self._tape.documents)
+        self.tokens_seen += batch.num_tokens
+        self.valid_tokens_seen += batch.num_valid_tokens
+        self.epoch, self._document = self._tape.documents[0].epoch, self._tape.documents[0].number
+        return batch
+
+    def _identity(self) -> dict[str, Any]:
+        """What must be the same for a place in the data to mean the same."""
+        return {
+            "data.fingerprint": self.source.fingerprint,
+            "tokenizer.fingerprint": self.tokenizer.fingerprint,
+            "data.held_out_every": self.source.data.held_out_every,
+            "data.shuffle": self.source.data.shuffle,
+            "run.seed": self.seed,
+            "rank": self.rank,
+            "world_size": self.world_size,
+        }
+
+    def _seen(self) -> dict[str, int]:
+        return {name: getattr(self, name) for name in ("tokens_seen", "valid_tokens_seen", "documents_seen")}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place of the next token and the counters: small, and JSON."""
+        return {
+            "epoch": self.epoch,
+            "document": self._document,
+            "offset": self._tape.offset,
+            "seen": self._seen(),
+            "identity": self._identity(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on exactly where the state was taken. Sequence length and batch size may differ.
+
+        Raises:
+            DataError: if the state is of other data, another order or another layout.
+        """
+        for name, value in self._identity().items():
+            saved = state["identity"].get(name)
+            if saved != value:
+                raise DataError(f"cannot resume the data: {name} was {saved!r}, got {value!r}; use the same, or start anew")
+        self._start_at(state["epoch"], state["document"], state["offset"])
+        for name, count in state["seen"].items():
+            setattr(self, name, count)
+
+    def describe(self) -> dict[str, Any]:
+        """What is read and how far, for the record. Epochs are counted as begun."""
+        return {
+            **self.source.describe(),
+            "tokenizer": self.tokenizer.describe(),
+            "isolate_documents": self.isolate_documents,
+            "order": {"shuffle": self.source.data.shuffle, "seed": self.seed, "epoch": self.epoch},
+            "epochs": self.epoch + 1,
+            **self._seen(),
+        }
+
+
+class HeldOutBatches(Iterator[Batch]):
+    """Validation batches of the same source, tokenizer, shape and rank as `train`: the same `num_batches` in every round.
+
+    They are encoded once, here, so that too little data is refused before anything is paid for. The ranks take turns on one
+    tape of all held-out documents, so that all of them have the same number of batches.
+
+    Raises:
+        DataError: if the held-out documents do not fill the batches, with both numbers.
+    """
+
+    def __init__(self, train: PackedBatches, num_batches: int):
+        batch_size, seq_len, rank, world_size = train.local_batch_size, train.seq_len, train.rank, train.world_size
+        count = batch_size * seq_len
+        self.batches: list[Batch] = []
+        tape, num_tokens, num_documents = Tape(), 0, 0
+        texts = filter(None, train.source.held_out_documents())
+        while len(self.batches) < num_batches:
+            while tape.length <= count * world_size:
+                text = next(texts, None)
+                if text is None:
+                    raise DataError(
+                        f"validation.num_batches: got {num_batches}, allowed: at most {len(self.batches)}, as one takes "
+                        f"{world_size} x {batch_size} x {seq_len} = {count * world_size} tokens over all ranks, and the "
+                        f"{num_documents} held-out documents hold {num_tokens}; lower it, or data.held_out_every "
+                        f"({train.source.data.held_out_every}), or the batch"
+                    )
+                document = EncodedDocument(train.tokenizer.encode_document(text))
+                num_documents, num_tokens = num_documents + 1, num_tokens + len(document.tokens)
+                tape.append(document)
+            tape.take(count * rank)
+            pieces = tape.take(count)
+            tape.take(count * (world_size - 1 - rank))
+            self.batches.append(pack(pieces, batch_size, seq_len, train.isolate_documents))
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin the next round."""
+        self._round = iter(self.batches)
+
+    def __next__(self) -> Batch:
+        return next(self._round)
+
+
+def build_data(
+    recipe: Recipe, vocab_size: int, *, rank: int = 0, world_size: int = 1, notify: Notify = print
+) -> tuple[PackedBatches, HeldOutBatches | None]:
+    """Build the training batches of one rank for an embedding of `vocab_size` rows, and the validation batches if the recipe
+    validates. Whatever is wrong with the data or the tokenizer is a DataError.
+    """
+    tokenizer = load_tokenizer(recipe.data, notify)
+    check_vocabulary(tokenizer, vocab_size)
+    train = PackedBatches(
+        open_source(recipe.data),
+        tokenizer,
+        seq_len=recipe.training.seq_len,
+        local_batch_size=recipe.training.local_batch_size,
+        seed=recipe.run.seed,
+        rank=rank,
+        world_size=world_size,
+        isolate_documents=recipe.data.isolate_documents,
+    )
+    return train, HeldOutBatches(train, recipe.validation.num_batches) if recipe.validation.every_steps else None
