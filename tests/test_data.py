@@ -17,7 +17,8 @@ from models.qwen3 import FLAVORS
 from models.qwen3.model import IGNORE_INDEX as MODEL_IGNORE_INDEX
 from models.qwen3.model import Qwen3
 from recipes.base import Data, Recipe, Training, Validation
-from training.data import IGNORE_INDEX, Batch, HeldOutBatches, PackedBatches, build_data, pack
+from training.data import HeldOutBatches, PackedBatches, build_data
+from training.packing import IGNORE_INDEX, Batch, pack
 from training.sources import DataError, IndexedSource
 from training.tokenizer import END_OF_TEXT, TextTokenizer
 

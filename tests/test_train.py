@@ -284,7 +284,9 @@ def test_cost_is_hours_times_price_with_its_source(run):
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_run_closes_its_record(tmp_path, how):
     command = [sys.executable, "-u", "train.py", *TINY, "--training.steps", "100000", "--run.output_dir", str(tmp_path)]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}) as job:
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    ) as job:
         for line in job.stdout:
             if line.startswith("step") and " 4/" in line:
                 job.send_signal(how)
