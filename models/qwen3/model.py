@@ -55,6 +55,41 @@ class RotaryEmbedding(nn.Module):
         return rows[..., 0:1, :], rows[..., 1:2, :]
 
 
+class _RMSNorm(torch.autograd.Function):
+    """y = x / rms(x) * weight. Keeps x and one number per row; as separate operators it would keep four tensors like x."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        x32 = x.float()
+        mean_square = torch.linalg.vector_norm(x32, dim=-1, keepdim=True).square() / x.shape[-1]
+        scale = torch.rsqrt(mean_square + eps)
+        ctx.save_for_backward(x, weight, scale)
+        return (x32 * scale * weight).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, scale = ctx.saved_tensors
+        grad32, normalised = grad.float(), x.float() * scale
+        grad_weight = (grad32 * normalised).flatten(0, -2).sum(0)
+        grad_normalised = grad32 * weight
+        # Growing x along itself changes nothing: that part of the gradient is taken out.
+        along = (grad_normalised * normalised).mean(-1, keepdim=True)
+        grad_x = torch.addcmul(grad_normalised, normalised, along, value=-1) * scale
+        return grad_x.to(x.dtype), grad_weight, None
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm over the last axis. Computes in fp32 and returns its input's type."""
+
+    def __init__(self, dim: int, eps: float):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _RMSNorm.apply(x, self.weight, self.eps)
+
+
 def rotate(x_BTNH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn each pair (i, i + head_dim / 2) of each head by its position's angle, in fp32."""
     return torch.addcmul(x_BTNH * cos, x_BTNH.roll(x_BTNH.shape[-1] // 2, dims=-1), sin).to(x_BTNH.dtype)
@@ -71,8 +106,8 @@ class Attention(nn.Module):
         self.wk = nn.Linear(config.dim, config.num_kv_heads * config.head_dim, bias=False)
         self.wv = nn.Linear(config.dim, config.num_kv_heads * config.head_dim, bias=False)
         self.wo = nn.Linear(config.num_heads * config.head_dim, config.dim, bias=False)
-        self.q_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps)
-        self.k_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps)
+        self.q_norm = RMSNorm(config.head_dim, eps=config.norm_eps)
+        self.k_norm = RMSNorm(config.head_dim, eps=config.norm_eps)
 
     def forward(self, x_BTD: Tensor, cos: Tensor, sin: Tensor, mask_B1TT: Tensor | None) -> Tensor:
         heads = (*x_BTD.shape[:2], -1, self.head_dim)
@@ -108,9 +143,9 @@ class Block(nn.Module):
 
     def __init__(self, config: Qwen3Config):
         super().__init__()
-        self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.attention_norm = RMSNorm(config.dim, eps=config.norm_eps)
         self.attention = Attention(config)
-        self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.ffn_norm = RMSNorm(config.dim, eps=config.norm_eps)
         self.feed_forward = FeedForward(config)
 
     def forward(self, x_BTD: Tensor, cos: Tensor, sin: Tensor, mask_B1TT: Tensor | None) -> Tensor:
@@ -127,7 +162,7 @@ class Qwen3(nn.Module):
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
         self.rope = RotaryEmbedding(config)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
-        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.norm = RMSNorm(config.dim, eps=config.norm_eps)
         self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
         self.tie()
 
