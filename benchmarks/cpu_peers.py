@@ -205,7 +205,11 @@ def report(mode: str, dtype: str, seconds: dict[str, list[float]]) -> None:
     for name, times in seconds.items():
         rates = sorted(TOKENS / value for value in times)
         ratios = [theirs / mine for theirs, mine in zip(times, seconds["ours"], strict=True)]
-        beside = "" if name == "ours" else f"   ours is {statistics.median(ratios):.3f}x (rounds {min(ratios):.2f} to {max(ratios):.2f})"
+        beside = (
+            ""
+            if name == "ours"
+            else f"   ours is {statistics.median(ratios):.3f}x (rounds {min(ratios):.2f} to {max(ratios):.2f})"
+        )
         print(f"  {name:<13}{statistics.median(rates):8,.0f}  ({rates[0]:,.0f} to {rates[-1]:,.0f}){beside}", flush=True)
 
 
@@ -219,7 +223,9 @@ def main() -> None:
     options = parser.parse_args()
     import torch
 
-    print(f"python {platform.python_version()}, torch {torch.__version__}, {torch.get_num_threads()} threads, {platform.machine()}")
+    print(
+        f"python {platform.python_version()}, torch {torch.__version__}, {torch.get_num_threads()} threads, {platform.machine()}"
+    )
     for dtype in options.dtypes:
         for mode in options.modes:
             report(mode, dtype, race(mode, dtype, options.rounds, options.steps))

@@ -1,5 +1,6 @@
 """Batches: what is in them, in which order they come, and that a place among them can be reached again."""
 
+import gc
 import json
 import subprocess
 import sys
@@ -299,6 +300,14 @@ def test_validation_documents_are_isolated_as_training_is():
     assert batch.positions.tolist() == [[0, 1, 2, 3], [0, 1, 0, 1]]
 
 
+def test_held_out_data_of_exactly_the_batches_is_one_token_short():
+    with pytest.raises(
+        DataError, match=r"got 2, allowed: at most 1, .* = 8 tokens over all ranks, the last one 1 more, .* hold 16;"
+    ):
+        held_out(documents(1, 7, 1, 7), 2)
+    assert len(held_out(documents(1, 7, 1, 8), 2).batches) == 2
+
+
 @pytest.mark.parametrize("texts", [["1", "2"], ["1"], ["1", ""]])
 def test_too_little_held_out_data_is_refused(texts):
     with pytest.raises(
@@ -325,6 +334,25 @@ def test_one_batch_is_the_least_that_trains():
 def test_data_that_gives_no_token_ends_at_once(options):
     with pytest.raises(DataError, match="hold 0"):
         next(packed(["", "", ""], **options))
+
+
+def test_a_fault_of_the_data_does_not_look_like_its_end():
+    """A generator that raised is finished; training on would stop as if the data, which have no end, had ended."""
+    batches = packed(documents(5))
+    for _ in range(2):
+        with pytest.raises(DataError, match="hold 6"):
+            next(batches)
+
+
+def test_after_a_passing_fault_the_batches_go_on_where_they_were(monkeypatch):
+    texts = documents(*[5] * 20)
+    batches = packed(texts)
+    found = take(batches, 2)
+    with monkeypatch.context() as patch, pytest.raises(DataError, match="away"):
+        patch.setattr(Listed, "read", lambda source, index: (_ for _ in ()).throw(DataError("the disk is away")))
+        next(batches)
+    found += take(batches, 7)
+    assert flat(found) == flat(take(packed(texts), 9))
 
 
 def test_fewer_documents_than_ranks_is_refused():
@@ -440,8 +468,21 @@ class Wrapped(torch.utils.data.IterableDataset):
 
 def test_c5_workers_are_refused_because_they_would_repeat_documents():
     loader = torch.utils.data.DataLoader(Wrapped(packed(documents(99)), 12), batch_size=None, num_workers=2)
+    workers = iter(loader)
     with pytest.raises(DataError, match="num_workers=0"):
-        list(loader)
+        next(workers)
+    workers._shutdown_workers()  # left to the garbage collector, they are waited for in vain, 5 s each
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # torch's half-built iterator, torch 2.13
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_c5_a_loader_straight_over_the_batches_is_refused_in_one_line(num_workers):
+    loader = torch.utils.data.DataLoader(packed(documents(99)), batch_size=None, num_workers=num_workers)
+    with pytest.raises(TypeError, match="cannot be read by a DataLoader: workers would repeat") as caught:
+        next(iter(loader))
+    assert "\n" not in str(caught.value)
+    del caught, loader
+    gc.collect()  # the half-built iterator's complaint belongs to this test
 
 
 def test_c5_without_workers_each_id_comes_once():

@@ -100,6 +100,14 @@ def test_a_glob_keeps_the_natural_order(texts):
     assert everything(files(texts / "**" / "[xy].txt", shuffle=False, held_out_every=100)) == LETTERS[23:25]
 
 
+def test_a_file_that_a_glob_finds_twice_is_one_document(texts):
+    """Two ** reach the same file on two ways: it would be held out under one number and trained on under the other."""
+    (texts / "nested").mkdir()
+    (texts / "nested" / "z.txt").write_text("nested", encoding="utf-8")
+    source = files(texts / "**" / "**" / "z.txt", shuffle=False, held_out_every=2)
+    assert everything(source) == ["nested", LETTERS[25]] or everything(source) == [LETTERS[25], "nested"]
+
+
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_one_row_is_one_document(tables, kind, capfd):
     import datasets
@@ -133,6 +141,24 @@ def test_the_fingerprint_follows_the_files_and_not_their_place(tmp_path):
     assert one == two != three
 
 
+def test_the_fingerprint_sees_an_edit_that_keeps_the_size(tmp_path):
+    (tmp_path / "a.txt").write_text("one", encoding="utf-8")
+    before = files(tmp_path).fingerprint
+    os.utime(tmp_path / "a.txt", (0, 0))
+    assert files(tmp_path).fingerprint == before, "a date is not data"
+    (tmp_path / "a.txt").write_text("two", encoding="utf-8")
+    assert files(tmp_path).fingerprint != before
+
+
+def test_the_fingerprint_reads_a_bounded_share_of_each_file(texts, monkeypatch):
+    monkeypatch.setattr(sources, "HASHED_BYTES", 26 * 4)
+    before = files(texts)
+    (texts / "m.txt").write_text("docuMENT m", encoding="utf-8")
+    assert files(texts).fingerprint == before.fingerprint and before.size_bytes == 260
+    (texts / "m.txt").write_text("Document m", encoding="utf-8")
+    assert files(texts).fingerprint != before.fingerprint
+
+
 def test_describe_says_what_was_read(texts):
     described = files(texts).describe()
     assert described == {
@@ -163,10 +189,18 @@ def test_missing_files(tmp_path):
     assert ".txt, .jsonl, .parquet" in refused(tmp_path)
 
 
+@pytest.mark.parametrize("path", ["", "~nobody-has-this-name/a.txt", "a" * 300, "a\0b"])
+def test_a_name_that_cannot_be_looked_up_is_missing_too(path):
+    with pytest.raises(DataError, match="no such file: got"):
+        open_source(Data(source="files", path=path))
+
+
 def test_unknown_and_mixed_kinds(tmp_path):
     for name in ("a.csv", "a.txt", "a.jsonl"):
         (tmp_path / name).write_text("x", encoding="utf-8")
+    (tmp_path / "README").write_text("x", encoding="utf-8")
     assert "got .csv files" in refused(tmp_path / "a.csv")
+    assert "got extensionless files" in refused(tmp_path / "README")
     assert "got .jsonl and .txt files" in refused(tmp_path)
 
 
@@ -178,8 +212,27 @@ def test_empty_files(tmp_path):
 
 
 def test_an_unreadable_file_is_refused_before_training(texts, monkeypatch):
-    monkeypatch.setattr(os, "access", lambda path, mode: not str(path).endswith("q.txt"))
-    with pytest.raises(DataError, match=r"cannot read .*q\.txt: permission denied; make it readable or leave it out"):
+    def locked(path, *arguments):
+        if str(path).endswith("q.txt"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return open(path, *arguments)
+
+    monkeypatch.setattr(sources, "open", locked, raising=False)  # root may read everything
+    with pytest.raises(DataError, match=r"cannot read: .*Permission denied: .*q\.txt'; make it readable or leave it out"):
+        files(texts)
+
+
+def test_an_unreadable_folder_is_refused_and_not_passed_over(texts, monkeypatch):
+    (texts / "locked").mkdir()
+    really_scan = os.scandir
+
+    def scan(path):
+        if str(path).endswith("locked"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return really_scan(path)
+
+    monkeypatch.setattr(os, "scandir", scan)
+    with pytest.raises(DataError, match=r"cannot read: .*Permission denied: .*locked'; make it readable"):
         files(texts)
 
 
@@ -209,6 +262,12 @@ def test_bad_json_names_the_file_and_line(tables, monkeypatch):
     path.write_text('{"text": "fine"}\n["not", "a", "row"]\n', encoding="utf-8")
     assert f"line 2 of {path} is not a JSON object" in refused(tables)
     assert logged == [], "the error says it all"
+
+
+def test_tables_of_different_columns_are_told_apart(tables):
+    write_jsonl(tables / "a.jsonl", [{"text": "x"}])
+    write_jsonl(tables / "b.jsonl", [{"text": "y", "title": 1}])
+    assert "title" in refused(tables) and "column names don't match" in refused(tables)
 
 
 def test_a_table_that_is_none(tables):
@@ -338,6 +397,6 @@ def test_a_hub_that_does_not_answer_is_one_line(hub, monkeypatch, stage):
     with pytest.raises(DataError) as caught:
         stream()
     assert str(caught.value) == (
-        "data.path: cannot open the hub data set someone/corpus train: Couldn't reach 'someone/corpus' on the Hub; check the "
-        "names and the network, or use --data.source files"
+        "data.path: cannot open the hub data set someone/corpus train: Couldn't reach 'someone/corpus' on the Hub with a long "
+        "story; check the names and the network, or use --data.source files"
     )

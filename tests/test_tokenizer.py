@@ -118,6 +118,13 @@ def test_a_cache_that_cannot_be_written_is_said(quick):
     assert notes[1].startswith("cannot keep the tokenizer in ") and "XDG_CACHE_HOME" in notes[1]
 
 
+def test_without_a_home_folder_the_cache_is_temporary(quick, monkeypatch, tmp_path):
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(os.path, "expanduser", str)  # what it does where nobody knows a home
+    monkeypatch.setattr(module.tempfile, "gettempdir", lambda: str(tmp_path / "temporary"))
+    assert module._cache_path(standard_library(Data())).parent == tmp_path / "temporary" / "firststep"
+
+
 def test_another_library_has_another_cache_file(quick):
     library = standard_library(Data())
     first = module._cache_path(library)
@@ -199,6 +206,32 @@ def test_missing_and_broken_files(tmp_path):
         load(tmp_path)
 
 
+@pytest.mark.parametrize("path", ["~nobody-has-this-name/tokenizer.json", "/" + "a" * 300])
+def test_a_name_that_cannot_be_looked_up_is_missing_too(path):
+    with pytest.raises(DataError, match="no such file"):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ([], "holds a list, allowed: a JSON object"),
+        ("</s>", "holds a str, allowed: a JSON object"),
+        ({"eos_token": 5}, "eos_token is 5, allowed: text"),
+        ({"bos_token": ["<s>"]}, r"bos_token is \['<s>'\], allowed: text"),
+    ],
+)
+def test_a_configuration_of_the_wrong_kind_is_one_line(tmp_path, config, message):
+    with pytest.raises(DataError, match=message):
+        load(save(tmp_path, words("</s>"), tokenizer_config=config))
+
+
+def test_a_configuration_that_cannot_be_read_is_one_line(tmp_path):
+    (save(tmp_path, words("</s>")) / "tokenizer_config.json").mkdir()  # stands in for a locked file, which root may read
+    with pytest.raises(DataError, match=r"cannot read: .*tokenizer_config\.json'; make it readable"):
+        load(tmp_path)
+
+
 def test_a_hub_id_is_downloaded_as_a_folder(tmp_path, monkeypatch):
     import huggingface_hub
 
@@ -218,7 +251,7 @@ def test_a_hub_that_does_not_answer_is_one_line(monkeypatch):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
     with pytest.raises(DataError) as caught:
         load("someone/model")
-    assert "the hub says: no route; check the name" in str(caught.value) and "\n" not in str(caught.value)
+    assert "the hub says: no route and a long story; check the name" in str(caught.value) and "\n" not in str(caught.value)
 
 
 # --- saving and sizes -------------------------------------------------------------------------------------------------

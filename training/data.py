@@ -13,7 +13,7 @@ rotary attention depends on distances only, and no position ever reaches `seq_le
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 from torch.utils.data import get_worker_info
 
@@ -21,6 +21,11 @@ from recipes.base import Recipe
 from training.packing import Batch, EncodedDocument, Tape, pack
 from training.sources import DataError, DocumentSource, open_source
 from training.tokenizer import Notify, TextTokenizer, check_vocabulary, load_tokenizer
+
+NO_LOADER = (
+    "PackedBatches cannot be read by a DataLoader: workers would repeat each other's documents and keep the place in the data "
+    "to themselves; iterate over it as it is, or wrap it as an IterableDataset with num_workers=0"
+)
 
 
 class PackedBatches(Iterator[Batch]):
@@ -72,14 +77,22 @@ class PackedBatches(Iterator[Batch]):
     def fill(self) -> None:
         """Encode what the next batch needs. Called before training, it refuses too little data while nothing is built yet."""
         while self._tape.length <= self.local_batch_size * self.seq_len:
-            self._tape.append(next(self._documents))
+            self._tape.append(self._next_document())
+
+    def _next_document(self) -> EncodedDocument:
+        try:
+            return next(self._documents)
+        except BaseException:
+            # A generator that raised is finished: asked again, it would look like the end of data that has none.
+            self._start_at(self.epoch, self._document, self._tape.offset)
+            raise
+
+    def __len__(self) -> NoReturn:
+        raise TypeError(NO_LOADER)  # a DataLoader asks for the length before it starts a worker
 
     def __next__(self) -> Batch:
         if get_worker_info() is not None:
-            raise DataError(
-                "PackedBatches cannot run in a DataLoader worker: workers would repeat each other's documents, and the place "
-                "in the data would stay behind with them; use num_workers=0"
-            )
+            raise DataError(NO_LOADER)
         self.fill()
         count, waiting = self.local_batch_size * self.seq_len, len(self._tape.documents)
         batch = pack(self._tape.take(count), self.local_batch_size, self.seq_len, self.isolate_documents)
@@ -162,9 +175,9 @@ class HeldOutBatches(Iterator[Batch]):
                 if text is None:
                     raise DataError(
                         f"validation.num_batches: got {num_batches}, allowed: at most {len(self.batches)}, as one takes "
-                        f"{world_size} x {batch_size} x {seq_len} = {count * world_size} tokens over all ranks, and the "
-                        f"{num_documents} held-out documents hold {num_tokens}; lower it, or data.held_out_every "
-                        f"({train.source.data.held_out_every}), or the batch"
+                        f"{world_size} x {batch_size} x {seq_len} = {count * world_size} tokens over all ranks, the last "
+                        f"one 1 more, and the {num_documents} held-out documents hold {num_tokens}; lower it, the batch or "
+                        f"data.held_out_every ({train.source.data.held_out_every}), or name more documents"
                     )
                 document = EncodedDocument(train.tokenizer.encode_document(text))
                 num_documents, num_tokens = num_documents + 1, num_tokens + len(document.tokens)

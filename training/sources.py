@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 import numpy as np
 
@@ -28,6 +28,8 @@ SHUFFLE_BUFFER = 1024
 """Documents of a hub stream that wait to be drawn from."""
 BUILDERS = {".txt": None, ".jsonl": "json", ".parquet": "parquet"}
 """Extension of a local file: the builder of `datasets` that reads it. None: the whole file is one document."""
+HASHED_BYTES = 1 << 27
+"""How much of local files a fingerprint reads, in all: an equal share of each, from its beginning."""
 NOT_LIBRARY = {"test", "tests", "idlelib", "lib2to3", "turtledemo", "site-packages", "dist-packages", "__pycache__"}
 """Folders below the standard library that are no source text worth learning, or not part of it."""
 
@@ -37,11 +39,7 @@ class DataError(RecipeError):
 
 
 def open_source(data: Data) -> DocumentSource:
-    """Open the documents that a recipe names. Text is read when it is asked for, not here.
-
-    Raises:
-        DataError: if there is nothing to read, or it can be seen now that reading will fail.
-    """
+    """Open the documents that a recipe names, or raise DataError. Text is decoded when it is asked for, not here."""
     if data.source == "stdlib":
         return standard_library(data)
     assert data.path is not None, "a rule of the recipe"
@@ -63,9 +61,8 @@ class DocumentSource(ABC):
 
     @abstractmethod
     def training_documents(self, seed: int, epoch: int, start: int = 0, step: int = 1) -> Iterator[str]:
-        """Yield one pass over the texts that are not held out, in the order of this seed and epoch.
-
-        Only every step-th text from `start` on: ranks that start at 0, 1, ... share a pass without meeting.
+        """Yield one pass over the texts that are not held out, in the order of this seed and epoch: of them only every step-th
+        from `start` on, so that ranks which start at 0, 1, ... share a pass without meeting.
         """
 
     @abstractmethod
@@ -95,16 +92,14 @@ class IndexedSource(DocumentSource):
 
     def order(self, seed: int, epoch: int) -> np.ndarray:
         """Return the numbers of the training documents in the order of one epoch."""
-        numbers = np.arange(self.num_documents)
-        kept = numbers[(numbers + 1) % self.data.held_out_every != 0]
+        kept = np.delete(np.arange(self.num_documents), np.s_[self.data.held_out_every - 1 :: self.data.held_out_every])
         return np.random.default_rng((seed, epoch)).permutation(kept) if self.data.shuffle else kept
 
     def training_documents(self, seed: int, epoch: int, start: int = 0, step: int = 1) -> Iterator[str]:
         return (self.read(int(index)) for index in self.order(seed, epoch)[start::step])
 
     def held_out_documents(self) -> Iterator[str]:
-        every = self.data.held_out_every
-        return (self.read(index) for index in range(every - 1, self.num_documents, every))
+        return map(self.read, range(self.data.held_out_every - 1, self.num_documents, self.data.held_out_every))
 
 
 class TextFiles(IndexedSource):
@@ -122,7 +117,7 @@ class TextFiles(IndexedSource):
             with self.open_text(path) as file:
                 return file.read()
         except (OSError, UnicodeDecodeError, SyntaxError) as error:  # SyntaxError: an encoding that Python does not know
-            raise DataError(f"cannot read {path}: {_first_line(error)}; allowed: text in UTF-8; fix or remove it") from error
+            raise DataError(f"cannot read {path}: {one_line(error)}; allowed: text in UTF-8; fix or remove it") from error
 
 
 class TableFiles(IndexedSource):
@@ -137,7 +132,7 @@ class TableFiles(IndexedSource):
             # `path` is a pattern to datasets, so a name's own [, ? and * are escaped.
             rows = _load_dataset(builder, data_files=[glob.escape(path) for path in paths], split="train")
         except Exception as error:  # datasets wraps whatever its readers raise
-            reason = (_bad_json_line(paths) if builder == "json" else None) or _first_line(error.__cause__ or error)
+            reason = (_bad_json_line(paths) if builder == "json" else None) or one_line(error.__cause__ or error)
             raise DataError(f"data.path: cannot read {data.path} as {builder}: {reason}; repair it or leave it out") from error
         _require_text_column(data, rows.column_names, getattr(rows.features.get(data.text_field), "dtype", "mixed values"))
         self.rows = rows.select_columns([data.text_field])
@@ -151,9 +146,8 @@ class TableFiles(IndexedSource):
 class HubStream(DocumentSource):
     """A hub data set, read in one direction and never stored.
 
-    A place in an epoch is reached again by reading from the epoch's start: the shuffle buffer is drawn anew, which is what
-    makes resuming exact. The shuffling of `datasets` is not used: it reorders files and with them the natural numbers, so
-    that an epoch would train on what another one holds out.
+    A place in an epoch is reached again by reading from the epoch's start: the shuffle buffer is drawn anew, so resuming is
+    exact. `datasets` does not shuffle: it would reorder files and so the numbers, and train on what another epoch holds out.
     """
 
     def __init__(self, data: Data, name: str):
@@ -167,7 +161,7 @@ class HubStream(DocumentSource):
         except Exception as error:  # network, hub, access and data-set errors have no base in common
             asked = " ".join(part for part in (name, data.subset, data.split) if part)
             fix = "check the names and the network, or use --data.source files"
-            raise DataError(f"data.path: cannot open the hub data set {asked}: {_first_line(error)}; {fix}") from error
+            raise DataError(f"data.path: cannot open the hub data set {asked}: {one_line(error)}; {fix}") from error
         size = (self.rows.info.splits or {}).get(data.split)
         self.num_documents, self.size_bytes = (size.num_examples, size.num_bytes) if size else (None, None)
         self.fingerprint = _fingerprint(name, data.subset, data.split, data.text_field, self.revision)
@@ -197,32 +191,30 @@ def standard_library(data: Data) -> TextFiles:
 
 def local_files(data: Data, path: str) -> IndexedSource:
     """Return the documents of a file, of all readable kinds of files below a folder, or of a glob's matches."""
-    place, allowed = Path(path).expanduser(), ", ".join(BUILDERS)
-    if place.is_dir():
-        folder, names = place, _walk(place, BUILDERS)
-    elif place.exists():
-        folder, names = place.parent, [place.name]
+    place, allowed = os.path.expanduser(path), ", ".join(BUILDERS)  # os.path: answers no where Path raises
+    if is_folder := os.path.isdir(place):
+        folder, names = Path(place), _walk(Path(place), BUILDERS)
+    elif os.path.exists(place):
+        folder, names = Path(place).parent, [Path(place).name]
     else:
-        matches = [match for match in glob.glob(str(place), recursive=True) if os.path.isfile(match)]
-        folder = Path(os.path.commonpath([os.path.dirname(match) for match in matches])) if matches else place
+        matches = {match for match in glob.glob(place, recursive=True) if os.path.isfile(match)}  # two ** give one file twice
+        folder = Path(os.path.commonpath([os.path.dirname(match) for match in matches]) if matches else "")
         names = sorted(Path(match).relative_to(folder).as_posix() for match in matches)
     if not names:
-        what = "nothing matches" if glob.has_magic(path) or place.is_dir() else "no such file"
+        what = "nothing matches" if is_folder or glob.has_magic(path) else "no such file"
         raise DataError(f"data.path: {what}: got {path!r}; allowed: a file, a folder or a glob of {allowed} files")
-    kinds = sorted({Path(name).suffix for name in names})
+    kinds = sorted({Path(name).suffix or "extensionless" for name in names})
     if len(kinds) > 1 or kinds[0] not in BUILDERS:
-        got = " and ".join(kinds)
-        raise DataError(f"data.path: got {got} files in {path!r}, allowed: one of {allowed}; narrow it by a glob")
-    builder = BUILDERS[kinds[0]]
-    if builder is None:
-        return TextFiles(data, folder, names, lambda file: file.open(encoding="utf-8"), "text files")
-    return TableFiles(data, folder, names, builder)
+        raise DataError(f"data.path: got {' and '.join(kinds)} files in {path!r}, allowed: one of {allowed}; narrow by a glob")
+    if builder := BUILDERS[kinds[0]]:
+        return TableFiles(data, folder, names, builder)
+    return TextFiles(data, folder, names, lambda file: file.open(encoding="utf-8"), "text files")
 
 
 def _walk(root: Path, suffixes: Collection[str], skip: Collection[str] = ()) -> list[str]:
     """Return the files below a folder with one of the suffixes as sorted relative names, without hidden ones."""
     names = []
-    for folder, folders, files in os.walk(root):  # strings, not Path: this runs before the first step, on hundreds of files
+    for folder, folders, files in os.walk(root, onerror=_refuse):  # strings, not Path: it runs before the first step
         folders[:] = [name for name in folders if name not in skip and not name.startswith(".")]
         paths = [os.path.join(folder, name) for name in files if name.endswith(tuple(suffixes)) and not name.startswith(".")]
         names += [path.removeprefix(f"{root}{os.sep}") for path in paths if os.path.isfile(path)]
@@ -230,14 +222,22 @@ def _walk(root: Path, suffixes: Collection[str], skip: Collection[str] = ()) -> 
 
 
 def _measure(folder: Path, names: list[str]) -> tuple[int, str]:
-    """Return the total size and the fingerprint of files: their names and sizes, not their content, which is not read."""
-    paths = [os.path.join(folder, name) for name in names]
-    if locked := [path for path in paths if not os.access(path, os.R_OK)]:
-        raise DataError(f"cannot read {locked[0]}: permission denied; make it readable or leave it out")
-    sizes = [os.path.getsize(path) for path in paths]
+    """Return the total size of files and the fingerprint of their names, sizes and content, as far as that is read."""
+    sizes, content, share = [], hashlib.sha256(), HASHED_BYTES // len(names)
+    try:
+        for name in names:
+            with open(os.path.join(folder, name), "rb") as file:
+                content.update(file.read(share))
+                sizes.append(file.seek(0, os.SEEK_END))
+    except OSError as error:
+        _refuse(error)
     if not any(sizes):
         raise DataError(f"data.path: got only empty files in {folder}; name files that hold text")
-    return sum(sizes), _fingerprint(names, sizes)
+    return sum(sizes), _fingerprint(names, sizes, content.hexdigest())
+
+
+def _refuse(error: OSError) -> NoReturn:
+    raise DataError(f"data.path: cannot read: {one_line(error)}; make it readable or leave it out") from error
 
 
 def _fingerprint(*parts: Any) -> str:
@@ -295,5 +295,6 @@ def _bad_json_line(paths: list[str]) -> str | None:
     return None
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+def one_line(error: BaseException) -> str:
+    """Return what an exception says, as one line of bearable length: its first line alone is often the least of it."""
+    return " ".join((str(error) or type(error).__name__).split())[:300]

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import platform
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -15,7 +16,7 @@ import tokenizers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from recipes.base import Data
-from training.sources import DataError, TextFiles, standard_library
+from training.sources import DataError, TextFiles, one_line, standard_library
 
 END_OF_TEXT = "<|endoftext|>"
 DEFAULT_VOCAB_SIZE = 4096
@@ -103,10 +104,10 @@ def load_tokenizer(data: Data, notify: Notify = print) -> TextTokenizer:
     """
     if data.tokenizer is None:
         return default_tokenizer(notify)
-    place = Path(data.tokenizer).expanduser()
-    if place.is_dir():
+    place = Path(os.path.expanduser(data.tokenizer))
+    if os.path.isdir(place):  # os.path, as in training.sources: it answers no where Path raises
         return _from_folder(place, data.tokenizer)
-    if place.is_file():
+    if os.path.isfile(place):
         return _from_folder(place.parent, data.tokenizer, place.name)
     if place.suffix == ".json" or data.tokenizer.startswith((".", "/", "~")) or data.tokenizer.count("/") > 1:
         raise DataError(
@@ -134,12 +135,12 @@ def check_vocabulary(tokenizer: TextTokenizer, vocab_size: int) -> None:
 
 def _from_folder(folder: Path, name: str, file_name: str = "tokenizer.json") -> TextTokenizer:
     path = folder / file_name
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise DataError(f"data.tokenizer: got {name!r}, which has no tokenizer.json; save it with transformers' fast tokenizer")
     try:
         tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
     except Exception as error:  # tokenizers raises bare Exception
-        raise DataError(f"data.tokenizer: {path} is not a tokenizer.json: {error}") from error
+        raise DataError(f"data.tokenizer: {path} is not a tokenizer.json: {one_line(error)}") from error
     config, roles = _read_json(folder / "tokenizer_config.json"), _read_json(folder / "special_tokens_map.json")
     end = _token(config, "eos_token") or _token(roles, "eos_token")
     begin = _token(config, "bos_token") or _token(roles, "bos_token")
@@ -156,16 +157,25 @@ def _from_folder(folder: Path, name: str, file_name: str = "tokenizer.json") -> 
 def _token(roles: dict[str, Any], role: str) -> str | None:
     """Return the token in a role, which is written either as text or as an object with its content."""
     token = roles.get(role)
-    return token["content"] if isinstance(token, dict) else token
+    if isinstance(token, dict):
+        token = token.get("content")
+    if token is not None and not isinstance(token, str):
+        raise DataError(f"data.tokenizer: {role} is {token!r}, allowed: text, or an object with its content; correct its file")
+    return token
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
+    except OSError as error:
+        raise DataError(f"data.tokenizer: cannot read: {one_line(error)}; make it readable") from error
     except ValueError as error:
         raise DataError(f"data.tokenizer: {path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise DataError(f"data.tokenizer: {path} holds a {type(content).__name__}, allowed: a JSON object; save it anew")
+    return content
 
 
 def _download(name: str) -> Path:
@@ -175,10 +185,9 @@ def _download(name: str) -> Path:
     try:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(HUB_FILES)))
     except Exception as error:  # network, hub and name errors have no base in common
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise DataError(
-            f"data.tokenizer: got {name!r}, which is no file or folder here, and the hub says: {reason}; check the name and "
-            "the network, or give a tokenizer.json"
+            f"data.tokenizer: got {name!r}, which is no file or folder here, and the hub says: {one_line(error)}; check the "
+            "name and the network, or give a tokenizer.json"
         ) from error
 
 
@@ -228,7 +237,9 @@ def _cache_path(library: TextFiles) -> Path:
     """Return where the tokenizer of this library, trained by this recipe, is kept."""
     recipe = (DEFAULT_VOCAB_SIZE, SAMPLE_CHARACTERS, library.fingerprint, tokenizers.__version__)
     digest = hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:12]
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+    if cache.parts[0] == "~":  # nobody knows a home folder: a container with a user of its own
+        cache = Path(tempfile.gettempdir())
     return cache / "firststep" / f"tokenizer-{platform.python_version()}-{digest}.json"
 
 
