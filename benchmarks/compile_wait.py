@@ -35,9 +35,8 @@ def main() -> None:
     """Measure every line once and print the ratios that matter."""
     import torch
 
-    print(
-        f"python {platform.python_version()}, torch {torch.__version__}, {torch.get_num_threads()} threads, {platform.machine()}"
-    )
+    threads = torch.get_num_threads()
+    print(f"python {platform.python_version()}, torch {torch.__version__}, {threads} threads, {platform.machine()}")
     print(f"{'layers':>6}  {'region':<6}  {'cache':<5}  {'first step':>10}  {'compiling':>9}  {'graphs':>6}")
     seconds = {}
     with tempfile.TemporaryDirectory() as caches:

@@ -223,9 +223,8 @@ def main() -> None:
     options = parser.parse_args()
     import torch
 
-    print(
-        f"python {platform.python_version()}, torch {torch.__version__}, {torch.get_num_threads()} threads, {platform.machine()}"
-    )
+    threads = torch.get_num_threads()
+    print(f"python {platform.python_version()}, torch {torch.__version__}, {threads} threads, {platform.machine()}")
     for dtype in options.dtypes:
         for mode in options.modes:
             report(mode, dtype, race(mode, dtype, options.rounds, options.steps))

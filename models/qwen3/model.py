@@ -79,7 +79,11 @@ class _RMSNorm(torch.autograd.Function):
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm over the last axis. Computes in fp32 and returns its input's type."""
+    """Root-mean-square norm over the last axis, computed in fp32.
+
+    Returns its input's type, or under autocast the type of the matrix products: the projections that share the result would
+    otherwise each cast it again.
+    """
 
     def __init__(self, dim: int, eps: float):
         super().__init__()
@@ -87,7 +91,9 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        return _RMSNorm.apply(x, self.weight, self.eps)
+        y = _RMSNorm.apply(x, self.weight, self.eps)
+        device_type = x.device.type
+        return y.to(torch.get_autocast_dtype(device_type)) if torch.is_autocast_enabled(device_type) else y
 
 
 def rotate(x_BTNH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
