@@ -137,6 +137,7 @@ def train(recipe: Recipe, backend: Backend, timeline: Timeline, arguments: list[
 
     def validate() -> tuple[float, int]:
         """Return the mean loss over the held-out tokens of exactly num_batches batches, and how many tokens that were."""
+        assert validation_data is not None  # it is there if and only if the recipe validates
         validation_data.reset()
         loss_sum, valid_tokens = torch.zeros((), device=device), 0
         # Under no_grad a compiled model would be compiled again for this one difference: use the graphs that are there.

@@ -6,7 +6,8 @@
 Ours is `train.train`, the loop that `python train.py` runs, with its journal, windows and record; only its data is replaced by
 the fixed tokens that all contenders read. The peers' models run in a plain loop: forward, cross entropy over all logits,
 backward, clipping, fused AdamW. Each contender is a process of its own that waits while another one works, so that a slow
-minute of the machine hits all of them alike. TorchTitan takes part where `torchtitan==0.2.2` and `triton` are installed.
+minute of the machine hits all of them alike; and all processes are started anew several times, because where a process's memory
+lies is worth some per cent. TorchTitan takes part where `torchtitan==0.2.2` and `triton` are installed.
 """
 
 from __future__ import annotations
@@ -132,7 +133,7 @@ def transformers(gate: Gate, mode: str, dtype: str) -> None:
         max_position_embeddings=4_096,
         tie_word_embeddings=False,
         use_cache=False,
-        attn_implementation="sdpa",
+        attn_implementation="sdpa",  # pyright: ignore[reportCallIssue] - taken from **kwargs
     )
     model = Qwen3ForCausalLM(config)
     plain_loop(gate, mode, dtype, model, model.model.layers, lambda model, inputs: model(input_ids=inputs).logits)
@@ -141,8 +142,8 @@ def transformers(gate: Gate, mode: str, dtype: str) -> None:
 def torchtitan(gate: Gate, mode: str, dtype: str) -> None:
     """Train the Qwen3Model of TorchTitan 0.2.2."""
     import torch
-    from torchtitan.models.qwen3.model.args import Qwen3ModelArgs
-    from torchtitan.models.qwen3.model.model import Qwen3Model
+    from torchtitan.models.qwen3.model.args import Qwen3ModelArgs  # pyright: ignore[reportMissingImports] - optional
+    from torchtitan.models.qwen3.model.model import Qwen3Model  # pyright: ignore[reportMissingImports]
 
     arguments = Qwen3ModelArgs(
         dim=DIM,
@@ -215,10 +216,11 @@ def report(mode: str, dtype: str, seconds: dict[str, list[float]]) -> None:
 
 def main() -> None:
     """Race in every mode and type asked for."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="ours, transformers and TorchTitan taking turns on the CPU")
     parser.add_argument("--modes", nargs="+", default=["eager", "compile"], choices=["eager", "compile"])
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
-    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--repeats", type=int, default=3, help="times that all processes are started anew")
+    parser.add_argument("--rounds", type=int, default=6, help="turns of each contender per start")
     parser.add_argument("--steps", type=int, default=2, help="steps of one contender before the next one's turn")
     options = parser.parse_args()
     import torch
@@ -227,7 +229,11 @@ def main() -> None:
     print(f"python {platform.python_version()}, torch {torch.__version__}, {threads} threads, {platform.machine()}")
     for dtype in options.dtypes:
         for mode in options.modes:
-            report(mode, dtype, race(mode, dtype, options.rounds, options.steps))
+            seconds: dict[str, list[float]] = {}
+            for _ in range(options.repeats):
+                for name, times in race(mode, dtype, options.rounds, options.steps).items():
+                    seconds.setdefault(name, []).extend(times)
+            report(mode, dtype, seconds)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from backends.base import Backend, EnvironmentVariable
 from recipes.base import Recipe
@@ -22,13 +22,20 @@ if TYPE_CHECKING:
     from training.data import PackedBatches
 
 
+class ModelFacts(ModelShape, Protocol):
+    """What the record says of a model."""
+
+    @property
+    def init_std(self) -> float: ...
+
+
 @dataclass
 class Report:
     """Fills the record. As a context manager it closes the record with the status that the body earned."""
 
     recipe: Recipe
     backend: Backend
-    config: ModelShape
+    config: ModelFacts
     data: PackedBatches
     journal: Journal
     timeline: Timeline

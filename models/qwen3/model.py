@@ -67,7 +67,8 @@ class _RMSNorm(torch.autograd.Function):
         return (x32 * scale * weight).to(x.dtype)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        (grad,) = grads
         x, weight, scale = ctx.saved_tensors
         grad32, normalised = grad.float(), x.float() * scale
         grad_weight = (grad32 * normalised).flatten(0, -2).sum(0)
@@ -98,7 +99,8 @@ class RMSNorm(nn.Module):
 
 def rotate(x_BTNH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn each pair (i, i + head_dim / 2) of each head by its position's angle, in fp32."""
-    return torch.addcmul(x_BTNH * cos, x_BTNH.roll(x_BTNH.shape[-1] // 2, dims=-1), sin).to(x_BTNH.dtype)
+    first, second = x_BTNH.split(x_BTNH.shape[-1] // 2, dim=-1)
+    return torch.addcmul(x_BTNH * cos, torch.cat((second, first), dim=-1), sin).to(x_BTNH.dtype)
 
 
 class Attention(nn.Module):
