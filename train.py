@@ -49,7 +49,10 @@ def main(arguments: list[str] | None = None) -> int:
         if parsed is None:
             return 0
         recipe, dry_run = parsed
-        recipe.check(world_size=int(os.environ.get("WORLD_SIZE", "1")))
+        world_size = os.environ.get("WORLD_SIZE", "1")
+        if not world_size.isdecimal():
+            raise RecipeError(f"WORLD_SIZE: got {world_size!r}, allowed: a whole number; unset it")
+        recipe.check(int(world_size))
         if dry_run:
             print("\n".join(command_line.lines(recipe)))
             return 0
