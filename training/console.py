@@ -22,6 +22,12 @@ class Console:
         self._progress: Progress | None = None
 
     def __enter__(self) -> Console:
+        """Start the live bar, where there is a terminal to draw it on."""
+        if self.console.is_terminal:
+            columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+            self._progress = Progress(*columns, TimeRemainingColumn(), console=self.console, transient=True)
+            self._progress.add_task("first step", total=self.total_steps)
+            self._progress.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -39,14 +45,6 @@ class Console:
         self.note(title)
         for name, value in rows:
             self.note(f"  {name:<{width}}  {value}")
-
-    def begin(self) -> None:
-        """Start the live bar, where there is a terminal to draw it on."""
-        if self.console.is_terminal:
-            columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-            self._progress = Progress(*columns, TimeRemainingColumn(), console=self.console, transient=True)
-            self._progress.add_task("first step", total=self.total_steps)
-            self._progress.start()
 
     def advance(self, step: int) -> None:
         """Move the bar to `step`."""
