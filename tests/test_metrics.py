@@ -5,38 +5,26 @@ import math
 import pytest
 import torch
 
+from tests.fake_backend import FakeBackend, FakeClock
 from training.metrics import BreakEven, Meter, Step, Window, break_even, first_non_finite, steady
-
-
-class FakeClock:
-    """A clock that only moves when it is pushed."""
-
-    def __init__(self):
-        self.now = 1_000.0
-        self.synchronisations = 0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def synchronize(self) -> None:
-        self.synchronisations += 1
 
 
 def run_steps(seconds, log_every, *, tokens=100, valid=100, disturbed=()):
     """Drive a meter as the loop does; step n takes seconds[n - 1]."""
     clock = FakeClock()
-    meter = Meter(clock.synchronize, clock)
+    device = FakeBackend(clock=clock)
+    meter = Meter(device.synchronize, clock)
     windows, disturbed_by = [], None
     meter.begin()
     for step, duration in enumerate(seconds, start=1):
-        clock.now += duration
+        clock.advance(duration)
         meter.add(step, torch.tensor(1.0), torch.tensor(2.0), 1e-3, tokens, valid)
         if step in disturbed:
             disturbed_by = "compiled"
         if step in (1, len(seconds)) or step % log_every == 0:
             windows.append(meter.end(disturbed_by))
             disturbed_by = None
-    return windows, clock
+    return windows, device
 
 
 def test_first_step_is_kept_out_of_the_steady_speed():
@@ -58,8 +46,8 @@ def test_every_window_divides_by_the_steps_that_are_in_it(log_every):
 
 
 def test_device_is_waited_for_at_window_edges_only():
-    _, clock = run_steps([1.0] * 20, log_every=5)
-    assert clock.synchronisations == 1 + 5  # the start, step 1, and steps 5, 10, 15, 20
+    _, device = run_steps([1.0] * 20, log_every=5)
+    assert len(device.called("synchronize")) == 1 + 5  # the start, step 1, and steps 5, 10, 15, 20
 
 
 @pytest.mark.parametrize("accumulation", [1, 4])

@@ -9,7 +9,7 @@ from typing import Any
 from backends.base import Backend, CompileCache
 from recipes.base import Recipe, RecipeError
 from training.record import RunFailed
-from training.timeline import CompileTotals
+from training.timeline import CompileTotals, difference
 
 _KEPT_COMPILATIONS = 100_000
 
@@ -160,8 +160,3 @@ def cache_state(hits: int | None, misses: int | None) -> str | None:
     if hits == misses == 0:
         return None
     return "partial" if hits and misses else "warm" if hits else "cold"
-
-
-def difference(now: int | None, before: int | None) -> int | None:
-    """Return now minus before, or None where either is unknown."""
-    return None if now is None or before is None else now - before

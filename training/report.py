@@ -49,11 +49,11 @@ class Report:
         """Print the header and write down what is known before the first step."""
         training, config, tokens = self.recipe.training, self.config, self.recipe.tokens_per_step(self.world_size)
         counts = {name: count_flops(config, training.seq_len, name) for name in NUMERATORS}
-        device = self.backend.describe()
+        data = self.data.describe()
         self.journal.record.update(
             environment={
                 "device": self.recipe.run.device,
-                "device_facts": device,
+                "device_facts": self.backend.describe(),
                 "software": software(),
                 "variables": [asdict(variable) for variable in self.environment],
             },
@@ -71,11 +71,10 @@ class Report:
                 "world_size": self.world_size,
                 "initialisation": self.recipe.model.initial_weights or f"normal(0, {config.init_std})",
                 "optimizer_implementation": self.optimizer_implementation,
-                "data": self.data.describe(),
+                "data": data,
             },
         )
         flops = counts["torchtitan"].flops_per_token
-        data = self.data.describe()
         self.journal.console.facts(
             f"{self.recipe.name}: {self.recipe.description}",
             (

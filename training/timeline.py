@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 IMPORTS = "interpreter_and_imports"
 PROCESS_GROUP = "process_group"
@@ -26,6 +27,9 @@ PHASES = BEFORE_LOOP + FIRST_STEP
 """Every phase, in order. Their seconds sum to time_to_first_step_seconds; those of FIRST_STEP to first_step_seconds."""
 
 
+Number = TypeVar("Number", int, float)
+
+
 @dataclass(frozen=True)
 class CompileTotals:
     """What compiling has cost so far in this process; subtract two of them. None: unknown."""
@@ -39,18 +43,18 @@ class CompileTotals:
 
     def since(self, before: CompileTotals) -> CompileTotals:
         """Return this minus `before`, field by field; unknown in either stays unknown."""
-        return CompileTotals(
-            *(
-                None if now is None or then is None else now - then
-                for now, then in zip(vars(self).values(), vars(before).values(), strict=True)
-            )
-        )
+        return CompileTotals(*map(difference, vars(self).values(), vars(before).values()))
 
     def plus(self, other: CompileTotals) -> CompileTotals:
         """Return the sum, field by field; unknown in either stays unknown."""
         return CompileTotals(
             *(None if a is None or b is None else a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True))
         )
+
+
+def difference(now: Number | None, before: Number | None) -> Number | None:
+    """Return now minus before, or None where either is unknown."""
+    return None if now is None or before is None else now - before
 
 
 @dataclass
