@@ -15,9 +15,10 @@ import math
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from backends import BackendUnavailable, get_backend
 from recipes import command_line
@@ -28,12 +29,16 @@ from training.console import Console
 from training.flops import count_flops
 from training.journal import Journal
 from training.metrics import Meter
-from training.record import RunFailed, RunRecord
+from training.record import RunFailed, RunRecord, run_name, software
 from training.report import Report
 from training.timeline import Timeline
+from training.world import World
 
 if TYPE_CHECKING:
     from backends import Backend
+    from backends.base import EnvironmentVariable
+    from training.data import PackedBatches
+    from training.distributed import Ranks
 
 REPOSITORY = Path(__file__).parent
 PROFILED_STEPS = {"none": range(0), "first": range(1, 2), "steady": range(3, 6)}
@@ -49,14 +54,12 @@ def main(arguments: list[str] | None = None) -> int:
         if parsed is None:
             return 0
         recipe, dry_run = parsed
-        world_size = os.environ.get("WORLD_SIZE", "1")
-        if not world_size.isdecimal():
-            raise RecipeError(f"WORLD_SIZE: got {world_size!r}, allowed: a whole number; unset it")
-        recipe.check(int(world_size))
+        world = World.from_environment()
+        recipe.check(recipe.parallel.ranks if dry_run and "WORLD_SIZE" not in os.environ else world.size)
         if dry_run:
             print("\n".join(command_line.lines(recipe)))
             return 0
-        train(recipe, get_backend(recipe.run.device), timeline, arguments)
+        start(recipe, get_backend(recipe.run.device), world, timeline, arguments)
         return 0
     except (RecipeError, BackendUnavailable) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -68,8 +71,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 130
 
 
-def train(recipe: Recipe, backend: Backend, timeline: Timeline, arguments: list[str]) -> None:
-    """Build what the recipe names, run the loop, and leave a closed record whatever happens.
+def start(recipe: Recipe, backend: Backend, world: World, timeline: Timeline, arguments: list[str]) -> None:
+    """Bring torch and the ranks up in the order that every device can bear, then train.
 
     Raises:
         RecipeError, BackendUnavailable: before anything is written, if the recipe or the machine cannot do what was asked.
@@ -77,66 +80,99 @@ def train(recipe: Recipe, backend: Backend, timeline: Timeline, arguments: list[
     """
     # A backend's variables are read when torch loads. Importing it here also lets every refusal above answer at once.
     environment = backend.set_environment()
+    backend.check_ranks(world.local_size, recipe.run.chip)
     backend.require()
+    from training.distributed import Ranks
+
+    timeline.mark(phases.IMPORTS)
+    ranks = Ranks(recipe, world)
+    ranks.connect(backend)  # before the device is touched
+    try:
+        train(recipe, backend, ranks, timeline, arguments, environment)
+    finally:
+        ranks.close()
+
+
+def train(
+    recipe: Recipe,
+    backend: Backend,
+    ranks: Ranks,
+    timeline: Timeline,
+    arguments: list[str],
+    environment: Sequence[EnvironmentVariable],
+) -> None:
+    """Build what the recipe names, run the loop, and leave a closed record whatever happens."""
     import torch
 
     from models import load_family, model_config
     from training.data import build_data
+    from training.data_parallel import multiply_dtype, replicated, sharding
+    from training.gradients import clip_grad_norm_
+    from training.initialise import initialise
     from training.optimizer import build_optimizer, learning_rate, set_learning_rate
     from training.weights import export_weights, load_weights
 
-    timeline.mark(phases.IMPORTS)
-    timeline.mark(phases.PROCESS_GROUP)  # one process: there is nobody to wait for
+    device = backend.device(ranks.world.local_rank)
+    ranks.arrange(backend)
+    timeline.mark(phases.PROCESS_GROUP)
 
-    training, run = recipe.training, recipe.run
-    console = Console(training.steps)
-    config = model_config(recipe.model, training.seq_len)
+    training, run, parallel = recipe.training, recipe.run, recipe.parallel
+    console = Console(training.steps, quiet=not ranks.world.is_main)
+    config = model_config(recipe.model, training.seq_len, parallel.tensor_parallel_degree)
     compile_settings = compile_keywords(recipe, backend)
-    train_data, validation_data = build_data(recipe, config.vocab_size, notify=console.note)
+    with ranks.first_on_each_host():  # it fills the caches for the others
+        train_data, validation_data = build_data(
+            recipe, config.vocab_size, rank=ranks.data_rank, world_size=ranks.data, notify=console.note
+        )
     timeline.mark(phases.DATA)
 
     backend.seed(run.seed)
     torch.use_deterministic_algorithms(run.deterministic)
-    device = backend.device()
     family = load_family(recipe.model.family)
     with torch.device("meta"):
         model = family.Model(config)
     timeline.mark(phases.MODEL_BUILD)
 
+    shard = sharding(recipe, ranks)
     family.parallelize(
         model,
-        activation_checkpointing=recipe.parallel.activation_checkpointing,
+        tensor_mesh=ranks.axis("tp"),
+        activation_checkpointing=parallel.activation_checkpointing,
         compile_region=recipe.compile.region if compile_settings else None,
         compile_kwargs=compile_settings,
+        shard=shard,
     )
     timeline.mark(phases.PARALLELISE)
 
     model.materialise(device)
     if recipe.model.initial_weights is None:
-        model.init_weights(torch.Generator().manual_seed(run.seed))
+        initialise(model.initialisation(), run.seed)
     else:
         load_weights(model, family.adapter, recipe.model.initial_weights)
+    network = replicated(model, recipe, ranks)
     timeline.mark(phases.MATERIALISE)
 
     optimizer, implementation = build_optimizer(model, recipe.optimizer, backend.adamw)
     timeline.mark(phases.OPTIMIZER_BUILD)
 
-    record = RunRecord(recipe, arguments, REPOSITORY)
+    ranks.require_same(work_facts(recipe, train_data))
+    record = RunRecord(recipe, arguments, REPOSITORY, ranks.from_main(lambda: run_name(recipe)), writes=ranks.world.is_main)
     watch = CompileWatch(run.mode == "compile", backend.compile_cache)
-    meter = Meter(backend.synchronize)
+    meter = Meter(backend.synchronize, sum_losses=ranks.sum_losses)
     flops = count_flops(config, training.seq_len)
-    journal = Journal(recipe, record, console, meter, flops.flops_per_token)
-    report = Report(recipe, backend, config, train_data, journal, timeline, watch, environment, implementation)
+    journal = Journal(recipe, record, console, meter, flops.flops_per_token, ranks.world.size)
+    report = Report(recipe, backend, config, train_data, journal, timeline, watch, environment, implementation, ranks)
     timeline.attach(backend.synchronize, watch.totals)
 
-    mixed_precision = torch.bfloat16 if training.dtype == "bfloat16" else None
+    # Sharded weights are gathered in the type of the products; whole ones are cast where they are multiplied.
+    autocast_dtype = None if shard else multiply_dtype(recipe)
     profiled = PROFILED_STEPS[run.profile]
     disturbed_by = None
 
     def forward(batch):
         """Return the cross entropy of one micro-batch, summed over its valid tokens."""
-        with backend.autocast(mixed_precision):
-            return model(batch.tokens, batch.positions, batch.documents, batch.labels)
+        with backend.autocast(autocast_dtype):
+            return network(batch.tokens, batch.positions, batch.documents, batch.labels)
 
     def validate() -> tuple[float, int]:
         """Return the mean loss over the held-out tokens of exactly num_batches batches, and how many tokens that were."""
@@ -148,28 +184,29 @@ def train(recipe: Recipe, backend: Backend, timeline: Timeline, arguments: list[
             for _ in range(recipe.validation.num_batches):
                 batch = next(validation_data).to(device, backend.pin_memory)
                 loss_sum += forward(batch).detach()
-                valid_tokens += batch.num_valid_tokens
-        return loss_sum.item() / max(valid_tokens, 1), valid_tokens
+                valid_tokens += batch.num_valid_tokens_of_all_ranks
+        return ranks.sum_losses([loss_sum])[0] / max(valid_tokens, 1), valid_tokens
 
-    with report, console, ExitStack() as profiling:
+    with report, console, ranks.contexts(), ExitStack() as profiling:
+        ranks.barrier()  # whoever was slow until here is not waited for inside the first step
         timeline.mark(phases.DATA)
         meter.begin()
         for step in range(1, training.steps + 1):
             if step == profiled.start and profiled:
                 profiling.enter_context(backend.profiler(record.folder / "profile"))
 
-            # --- one optimizer step: the mean over the valid tokens of all its micro-batches ---
-            batches = [next(train_data) for _ in range(recipe.accumulation_steps())]
-            valid_tokens = sum(batch.num_valid_tokens for batch in batches)
+            # --- one optimizer step: the mean over the valid tokens of all its micro-batches, on all ranks ---
+            batches = [next(train_data) for _ in range(recipe.accumulation_steps(ranks.world.size))]
+            valid_tokens = sum(batch.num_valid_tokens_of_all_ranks for batch in batches)
             timeline.mark(phases.FIRST_BATCH)
             loss = torch.zeros((), device=device)
             for batch in batches:
                 micro_loss = forward(batch.to(device, backend.pin_memory)) / max(valid_tokens, 1)
                 timeline.mark(phases.FORWARD)
-                micro_loss.backward()
+                (micro_loss * ranks.data).backward()  # gradients are averaged over the data-parallel ranks
                 loss += micro_loss.detach()
                 timeline.mark(phases.BACKWARD)
-            grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), training.max_grad_norm or math.inf)
+            grad_norm = clip_grad_norm_(model.parameters(), training.max_grad_norm or math.inf)
             lr = learning_rate(step, training.steps, recipe.optimizer)
             set_learning_rate(optimizer, lr)
             optimizer.step()
@@ -178,7 +215,7 @@ def train(recipe: Recipe, backend: Backend, timeline: Timeline, arguments: list[
 
             # --- bookkeeping: nothing below waits for the device except at a window's edge ---
             timeline.close()
-            meter.add(step, loss, grad_norm, lr, recipe.tokens_per_step(), valid_tokens)
+            meter.add(step, loss, grad_norm, lr, recipe.tokens_per_step(ranks.world.size), valid_tokens)
             if journal.add_compilations(watch.observe(step)):
                 disturbed_by = "compiled"
             if step in profiled:
@@ -192,6 +229,7 @@ def train(recipe: Recipe, backend: Backend, timeline: Timeline, arguments: list[
                 disturbed_by = None
                 if step == 1:
                     report.after_first_step()
+                    ranks.shorten_timeout(console.note)
                     gc.collect()
                     gc.freeze()  # what exists now lives as long as the run: later collections need not walk it
                 if validates:
@@ -200,9 +238,21 @@ def train(recipe: Recipe, backend: Backend, timeline: Timeline, arguments: list[
                 meter.begin()
 
         if recipe.checkpoint.export:
-            folder, start = record.folder / "checkpoints" / "hf", recipe.model.initial_weights
-            export_weights(model, family.adapter, folder, train_data.tokenizer.save, step=training.steps, start=start)
+            folder, source = record.folder / "checkpoints" / "hf", recipe.model.initial_weights
+            save = train_data.tokenizer.save
+            export_weights(model, family.adapter, folder, save, step=training.steps, start=source, writes=ranks.world.is_main)
             console.note(f"weights: {folder}")
+
+
+def work_facts(recipe: Recipe, data: PackedBatches) -> dict[str, Any]:
+    """Return what must be the same on all ranks before they wait for each other."""
+    asked = (line.partition(" = ") for line in command_line.lines(recipe))
+    return {
+        **{name: value for name, _, value in asked},
+        "data fingerprint": data.source.fingerprint,
+        "tokenizer fingerprint": data.tokenizer.fingerprint,
+        **{f"version of {package}": version for package, version in software()["packages"].items()},
+    }
 
 
 if __name__ == "__main__":

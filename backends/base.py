@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     import torch
 
 
+LAUNCHER_SET = "FIRSTSTEP_LAUNCHER_SET"
+"""Variable in which a script of scripts/ lists the variables that it has set, so that they are not taken for the user's."""
+
+
 class BackendUnavailable(RuntimeError):
     """The device asked for cannot be used here. The message names what is missing and what to do."""
 
@@ -34,7 +38,7 @@ class EnvironmentVariable:
     name: str
     value: str
     reason: str
-    set_by: Literal["user", "backend"]
+    set_by: Literal["user", "launcher", "backend"]
 
 
 @dataclass(frozen=True)
@@ -102,6 +106,13 @@ class Backend(ABC):
             BackendUnavailable: with the missing piece, how to get it, and `--run.device cpu`.
         """
 
+    def check_ranks(self, local_ranks: int, chip: str | None = None) -> None:  # noqa: B027 - most devices have no such rule
+        """Return if so many ranks can run on this host, before torch is imported.
+
+        Raises:
+            BackendUnavailable: with both numbers.
+        """
+
     def wanted_environment(self) -> tuple[tuple[str, str, str], ...]:
         """(name, value, reason) of each variable that must be set before torch is imported."""
         return ()
@@ -111,9 +122,11 @@ class Backend(ABC):
 
         To be called once, before torch is imported: a second call finds the variables set and cannot tell by whom.
         """
-        result = []
+        result, by_launcher = [], os.environ.get(LAUNCHER_SET, "").split()
         for name, value, reason in self.wanted_environment():
-            set_by: Literal["user", "backend"] = "user" if name in os.environ else "backend"
+            set_by: Literal["user", "launcher", "backend"] = "user" if name in os.environ else "backend"
+            if name in by_launcher:
+                set_by = "launcher"
             result.append(EnvironmentVariable(name, os.environ.setdefault(name, value), reason, set_by))
         return tuple(result)
 
@@ -177,6 +190,10 @@ class Backend(ABC):
     def compile_cache(self) -> CompileCache:
         """The persistent compile cache now."""
         return CompileCache()
+
+    def compiled_graphs(self) -> list[str] | None:
+        """Cache key of each graph that this process compiled or fetched, in order. None: the device does not say."""
+        return None
 
     def fallback_ops(self) -> dict[str, int | None] | None:
         """Operators that ran on the host instead of the device, with counts where known. None: the device cannot tell."""

@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from backends import neuron_cores
 from backends.base import Backend, BackendUnavailable, CompileCache, Memory, read_text
 from backends.peak_flops import Peak, peaks_for, table_name
 
@@ -28,15 +29,6 @@ if TYPE_CHECKING:
 INSTALL = (
     'pip install torch==2.14.0 "torch-neuronx==2.14.*" neuronx-cc --extra-index-url https://pip.repos.neuron.amazonaws.com'
 )
-
-PHYSICAL_CORES = {"Trainium2": 8, "Trainium3": 8}
-"""NeuronCores of each chip that TorchNeuron supports. Source: the chip pages that the peak table cites."""
-
-DEFAULT_LNC = 2
-"""Physical cores in a logical core unless set otherwise, on Trainium2 and Trainium3.
-
-Source: https://awsdocs-neuron.readthedocs-hosted.com/en/latest/about-neuron/arch/neuron-features/logical-neuroncore-config.html
-"""
 
 DEFAULT_CACHE = "/tmp/neff_cache"
 
@@ -104,6 +96,16 @@ class NeuronBackend(Backend):
             return ["a free NeuronCore (torch.neuron.is_available() is False; check with neuron-ls, stop stale processes)"]
         return []
 
+    def check_ranks(self, local_ranks: int, chip: str | None = None) -> None:
+        problem = neuron_cores.problem_with_ranks(local_ranks, table_name(chip), self._num_chips())
+        if problem:
+            raise BackendUnavailable(problem)
+
+    def _num_chips(self) -> int:
+        """Chips of this host, without waking the runtime: one device node each, as seen in the field, not in documentation."""
+        nodes = (path.name for path in self.device_nodes.parent.glob(self.device_nodes.name))
+        return sum(name.removeprefix("neuron").isdecimal() for name in nodes)
+
     def wanted_environment(self) -> tuple[tuple[str, str, str], ...]:
         """Each is read once, when torch_neuronx loads or first compiles.
 
@@ -164,6 +166,11 @@ class NeuronBackend(Backend):
         hits, misses = _counter("CompilationCache.PersistentHits"), _counter("CompilationCache.PersistentMisses")
         return CompileCache.at(Path(directory), ".neff", hits, misses)
 
+    def compiled_graphs(self) -> list[str] | None:
+        metrics = _ask(_neuron(), "get_dynamo_metrics")
+        ids = None if metrics is None else [getattr(entry, "graph_id", None) for entry in metrics]
+        return None if ids is None or None in ids else [str(graph_id) for graph_id in ids]
+
     def fallback_ops(self) -> dict[str, int | None] | None:
         """Names only: torch_neuronx does not count them."""
         names = _ask(_module("torch_neuronx"), "get_fallback_ops")
@@ -178,7 +185,7 @@ class NeuronBackend(Backend):
     def peaks(self, dtype: str, chip: str | None = None) -> list[Peak]:
         """One logical core's share of the chip's peaks: with LNC=2 a quarter of a Trainium2."""
         listed = table_name(chip or self.chip())
-        physical, lnc = PHYSICAL_CORES.get(listed or ""), self.logical_core_config()[0]
+        physical, lnc = neuron_cores.PHYSICAL_CORES.get(listed or ""), neuron_cores.logical_core_config()[0]
         if physical is None or lnc is None:
             return []
         share = f"1/{physical // lnc} of the chip (LNC={lnc})"
@@ -188,13 +195,6 @@ class NeuronBackend(Backend):
             )
             for peak in peaks_for(listed, dtype)
         ]
-
-    def logical_core_config(self) -> tuple[int | None, str]:
-        """Physical cores in each logical core, 1 or 2, and who says so. None: the variable holds something else."""
-        for name in ("NEURON_LOGICAL_NC_CONFIG", "NEURON_RT_VIRTUAL_CORE_SIZE"):
-            if (value := os.environ.get(name)) is not None:
-                return (int(value), name) if value in ("1", "2") else (None, f"{name}={value} is neither 1 nor 2")
-        return DEFAULT_LNC, "AWS's documented default"
 
     def profile_arguments(self, directory: Path) -> dict[str, Any]:
         """Torch's trace, and where torch_neuronx.profiling exists its own capture for Neuron Explorer.
@@ -215,7 +215,7 @@ class NeuronBackend(Backend):
         return arguments
 
     def describe(self) -> dict[str, Any]:
-        lnc, source = self.logical_core_config()
+        lnc, source = neuron_cores.logical_core_config()
         return {
             **super().describe(),
             "torch_neuronx": _version("torch-neuronx"),

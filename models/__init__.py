@@ -30,25 +30,32 @@ class Family:
     Model: type[Qwen3]
     """Builds the network from its configuration."""
     parallelize: Callable[..., None]
-    """Applies activation checkpointing and compilation in place."""
+    """Applies a layout in place: tensor parallel, activation checkpointing, compilation, sharding."""
     adapter: Any
     """The module that translates to and from Hugging Face's names and config.json."""
 
 
-def model_config(model: Model, seq_len: int = 1) -> Qwen3Config:
+def model_config(model: Model, seq_len: int = 1, tensor_parallel_degree: int = 1) -> Qwen3Config:
     """Return the dimensions that a recipe asks for: its flavor's, with its own overrides on top.
 
     Args:
         seq_len: longest sequence that the network will see, in tokens.
+        tensor_parallel_degree: ranks that are to share each matrix.
 
     Raises:
-        ModelError: if there is no such family or flavor, naming the nearest, or the sequence outgrows the rotary table.
+        ModelError: if there is no such family or flavor, naming the nearest, the sequence outgrows the rotary table, or the
+            network cannot be split that way.
     """
     _require_known("model.family", model.family, FAMILIES)
-    flavors = importlib.import_module(f"models.{model.family}").FLAVORS
-    _require_known("model.flavor", model.flavor, flavors)
+    family = importlib.import_module(f"models.{model.family}")
+    _require_known("model.flavor", model.flavor, family.FLAVORS)
+    flavor = family.FLAVORS[model.flavor]
     overrides = {name: getattr(model, name) for name in ("num_layers", "ffn_dim", "vocab_size")}
-    config = dataclasses.replace(flavors[model.flavor], **{k: v for k, v in overrides.items() if v is not None})
+    config = dataclasses.replace(
+        family.tiny(flavor) if model.tiny else flavor, **{k: v for k, v in overrides.items() if v is not None}
+    )
+    if problems := family.check_layout(config, tensor_parallel_degree):
+        raise ModelError("; ".join(problems))
     if seq_len > config.max_seq_len:
         raise ModelError(
             f"training.seq_len: got {seq_len:,}, allowed: at most {config.max_seq_len:,} with model.flavor {model.flavor}; "

@@ -6,7 +6,7 @@ hypothesis it tests. Nothing here imports torch, so that ``--help`` and ``--dry-
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from tyro.conf import Fixed
@@ -26,6 +26,8 @@ class Model:
     """Folder under models/."""
     flavor: str = "debug"
     """Row of the family's size table, for example debug, 0.6B or 32B."""
+    tiny: bool = False
+    """Keep the flavor's kind (tied or not) with a few small layers. `--tiny` sets it, to try a layout on a CPU."""
     num_layers: int | None = None
     """Number of transformer blocks. None: as the flavor says."""
     ffn_dim: int | None = None
@@ -98,8 +100,8 @@ class Training:
     local_batch_size: int = 4
     """Samples per forward pass on one data-parallel rank."""
     global_batch_size: int | None = None
-    """Samples per optimizer step over all ranks; more than local_batch_size x ranks accumulates gradients. None: no
-    accumulation."""
+    """Samples per optimizer step over all ranks; more than local_batch_size x data-parallel ranks accumulates
+    gradients. None: no accumulation."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """float32: everything. bfloat16: mixed precision, fp32 parameters and reductions with bf16 matrix products."""
     max_grad_norm: float = 1.0
@@ -118,10 +120,40 @@ class Validation:
 
 @dataclass(frozen=True, kw_only=True)
 class Parallel:
-    """How the model is laid out. This release trains on one process."""
+    """How the model is laid out over the ranks: the product of the three degrees is their number."""
 
-    activation_checkpointing: Literal["none", "full"] = "none"
-    """full: keep only each block's input and recompute the rest in the backward pass."""
+    ranks: int = 1
+    """Ranks that the recipe is made for: what `--dry-run` is checked against. A launch with another number is held against the
+    rules with its own."""
+    tensor_parallel_degree: int = 1
+    """Ranks that share each matrix. Between blocks the sequence is split over them (sequence parallel), and each computes the
+    loss over its part of the vocabulary (loss parallel)."""
+    data_parallel_shard_degree: int | None = None
+    """Ranks that parameters, gradients and optimizer state are split over. None: all that remain."""
+    data_parallel_replicate_degree: int = 1
+    """Copies of the sharded model; gradients are averaged over them (HSDP)."""
+    data_parallel_wrapper: Literal["fsdp2", "simple_fsdp", "ddp"] = "fsdp2"
+    """fsdp2: torch's fully_shard, which gathers weights outside of compiled graphs. simple_fsdp: weights are gathered where
+    they are read, so that a compiled graph holds the collectives. ddp: every rank holds the whole model."""
+    reshard_after_forward: bool = True
+    """Free a block's gathered weights after its forward pass and gather them again for its backward pass. False: keep them."""
+    prefetch_blocks: int = 0
+    """With fsdp2: blocks whose weights are gathered ahead of the one that computes. 0: torch's own order."""
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    """full: keep only each block's input and recompute the rest in the backward pass. selective: keep attention, collectives
+    and every second matrix product as well."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comm:
+    """How long ranks wait for each other, in seconds."""
+
+    first_step_timeout_seconds: float = 1800.0
+    """Longest first step, compilation included, before the run ends and names the rank that is waited for."""
+    step_timeout_seconds: float = 300.0
+    """The same for every later step."""
+    heartbeat_seconds: float = 15.0
+    """While the first step lasts, a line says this often how long it has taken and what the slowest rank is doing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,21 +218,49 @@ class Recipe:
     training: Training = field(default_factory=Training)
     validation: Validation = field(default_factory=Validation)
     parallel: Parallel = field(default_factory=Parallel)
+    comm: Comm = field(default_factory=Comm)
     compile: Compile = field(default_factory=Compile)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     run: Run = field(default_factory=Run)
 
+    def data_parallel_size(self, world_size: int = 1) -> int:
+        """Ranks that read different samples: all, divided by those that share each matrix."""
+        return world_size // self.parallel.tensor_parallel_degree
+
+    def shard_degree(self, world_size: int = 1) -> int:
+        """Ranks that each parameter is split over by the data-parallel wrapper."""
+        parallel = self.parallel
+        if parallel.data_parallel_wrapper == "ddp":
+            return 1
+        return parallel.data_parallel_shard_degree or (
+            self.data_parallel_size(world_size) // parallel.data_parallel_replicate_degree
+        )
+
     def global_batch_size(self, world_size: int = 1) -> int:
         """Samples per optimizer step over all ranks."""
-        return self.training.global_batch_size or self.training.local_batch_size * world_size
+        return self.training.global_batch_size or self.training.local_batch_size * self.data_parallel_size(world_size)
 
     def accumulation_steps(self, world_size: int = 1) -> int:
         """Forward passes per optimizer step on one rank."""
-        return self.global_batch_size(world_size) // (self.training.local_batch_size * world_size)
+        return self.global_batch_size(world_size) // (self.training.local_batch_size * self.data_parallel_size(world_size))
 
     def tokens_per_step(self, world_size: int = 1) -> int:
         """Tokens of one optimizer step over all ranks, padding included."""
         return self.global_batch_size(world_size) * self.training.seq_len
+
+    def tiny(self) -> Recipe:
+        """Return the recipe's twin for CPU ranks: the same layout and code path with few small layers, without the network."""
+        accumulated = None if self.training.global_batch_size is None else 8
+        return replace(
+            self,
+            model=replace(self.model, tiny=True, initial_weights=None),
+            data=Data(isolate_documents=self.data.isolate_documents),
+            optimizer=replace(self.optimizer, lr=1e-3, warmup_steps=2),
+            training=replace(self.training, steps=10, seq_len=64, local_batch_size=1, global_batch_size=accumulated),
+            parallel=replace(self.parallel, ranks=self.parallel.tensor_parallel_degree),
+            validation=replace(self.validation, every_steps=min(self.validation.every_steps, 5), num_batches=2),
+            run=replace(self.run, device="cpu", chip=None, log_every=1, price_per_hour=None, price_source=None),
+        )
 
     def check(self, world_size: int = 1) -> None:
         """Hold the recipe against every rule that needs no model, data or device.

@@ -15,7 +15,7 @@ from typing import Any, get_type_hints
 
 from recipes.base import Recipe, RecipeError
 
-USAGE = "usage: python train.py RECIPE [--section.field VALUE ...] [--dry-run] [--help]"
+USAGE = "usage: python train.py RECIPE [--section.field VALUE ...] [--tiny] [--dry-run] [--help]"
 _NOT_RECIPES = ("base", "rules", "command_line")
 
 
@@ -57,7 +57,9 @@ def parse(arguments: Sequence[str]) -> tuple[Recipe, bool] | None:
         raise RecipeError(f"the recipe comes first: got {name!r}; {USAGE}")
     recipe = load(name)
     dry_run = "--dry-run" in overrides
-    overrides = [argument for argument in overrides if argument != "--dry-run"]
+    if "--tiny" in overrides:
+        recipe = recipe.tiny()
+    overrides = [argument for argument in overrides if argument not in ("--dry-run", "--tiny")]
     if "--help" in overrides or "-h" in overrides:
         _override(recipe, ["--help"])
         return None
@@ -67,7 +69,11 @@ def parse(arguments: Sequence[str]) -> tuple[Recipe, bool] | None:
 
 def print_overview() -> None:
     """Print usage and every recipe with its description."""
-    print(f"{USAGE}\n\nTrain a recipe. `python train.py RECIPE --help` lists every field with its value there.\n\nrecipes:")
+    print(
+        f"{USAGE}\n\nTrain a recipe. `python train.py RECIPE --help` lists every field with its value there.\n\n"
+        "  --tiny     a few small layers of the same kind in the same layout, on the CPU and without the network\n"
+        "  --dry-run  print the recipe as it would be trained\n\nrecipes:"
+    )
     width = max(map(len, names()))
     for name in names():
         print(f"  {name:<{width}}  {load(name).description}")

@@ -16,6 +16,13 @@ _POSITIVE = (
     "training.local_batch_size",
     "training.global_batch_size",
     "validation.num_batches",
+    "parallel.ranks",
+    "parallel.tensor_parallel_degree",
+    "parallel.data_parallel_shard_degree",
+    "parallel.data_parallel_replicate_degree",
+    "comm.first_step_timeout_seconds",
+    "comm.step_timeout_seconds",
+    "comm.heartbeat_seconds",
     "run.log_every",
     "optimizer.eps",
 )
@@ -25,9 +32,12 @@ _NOT_NEGATIVE = (
     "optimizer.warmup_steps",
     "training.max_grad_norm",
     "validation.every_steps",
+    "parallel.prefetch_blocks",
     "run.seed",
     "run.price_per_hour",
 )
+_LONGEST_WAIT = 7 * 24 * 3600
+"""Seconds. A longer time-out was meant in another unit."""
 _SHARE = ("optimizer.decay_fraction", "optimizer.min_lr_ratio")
 
 
@@ -35,6 +45,8 @@ def broken_rules(recipe: Recipe, world_size: int) -> list[str]:
     """Return one sentence for every broken rule, in the order of the recipe's sections."""
     problems = [*_choices(recipe), *_ranges(recipe)]
     # The rules below compare fields, which only makes sense once each field is legal by itself.
+    if not problems:
+        problems = [*_layout(recipe, world_size)]
     return problems or [*_batches(recipe, world_size), *_schedule(recipe), *_data(recipe), *_run(recipe)]
 
 
@@ -61,6 +73,9 @@ def _ranges(recipe: Recipe):
         value = _value(recipe, path)
         if value is not None and not value >= 0:
             yield f"{path}: got {value}, allowed: 0 or more"
+    for name, value in vars(recipe.comm).items():
+        if value > _LONGEST_WAIT:
+            yield f"comm.{name}: got {value}, allowed: at most {_LONGEST_WAIT:,} (a week); the unit is seconds"
     for path in _SHARE:
         if not 0 <= _value(recipe, path) <= 1:
             yield f"{path}: got {_value(recipe, path)}, allowed: 0 to 1"
@@ -71,18 +86,65 @@ def _ranges(recipe: Recipe):
         yield f"data.held_out_every: got {recipe.data.held_out_every}, allowed: 2 or more (1 would leave nothing to train on)"
 
 
-def _batches(recipe: Recipe, world_size: int):
-    if world_size != 1:
+def _layout(recipe: Recipe, world_size: int):
+    """Whether the ranks can be arranged as asked. Whether the network's own dimensions divide is for models/ to say."""
+    parallel, tensor, seq_len = recipe.parallel, recipe.parallel.tensor_parallel_degree, recipe.training.seq_len
+    if world_size % tensor:
+        launch = f"torchrun --nproc_per_node {max(parallel.ranks, tensor)} train.py {recipe.name}"
         yield (
-            f"this release trains on one process: got WORLD_SIZE={world_size}, allowed: 1; "
-            "start it with `python train.py`, without torchrun"
+            f"parallel.tensor_parallel_degree: got {tensor} with ranks = {world_size}, allowed: a divisor of the ranks; "
+            f"start more of them ({launch}) or lower it"
         )
-    samples = recipe.training.local_batch_size * world_size
+        return
+    if seq_len % tensor:
+        yield (
+            f"training.seq_len: got {seq_len}, allowed: a multiple of parallel.tensor_parallel_degree = {tensor}, over "
+            f"which it is split; use {seq_len // tensor * tensor or tensor}"
+        )
+    replicas, shards = parallel.data_parallel_replicate_degree, parallel.data_parallel_shard_degree
+    data_parallel, wrapper = recipe.data_parallel_size(world_size), parallel.data_parallel_wrapper
+    degrees = f"{replicas} replicas x {shards or 'the remaining'} shards x {tensor} tensor-parallel ranks"
+    if wrapper == "ddp":
+        if tensor > 1 or shards not in (None, 1) or replicas not in (1, data_parallel):
+            yield (
+                f"parallel.data_parallel_wrapper: got ddp with {degrees}, allowed: each of the {world_size} ranks a replica; "
+                "leave the degrees alone or use fsdp2"
+            )
+    elif data_parallel % replicas or (shards is not None and replicas * shards != data_parallel):
+        yield (
+            f"parallel: got {degrees}, allowed: a product of ranks = {world_size}; "
+            "leave data_parallel_shard_degree out to use all that remain"
+        )
+    elif 1 < replicas == data_parallel:
+        yield (
+            f"parallel.data_parallel_replicate_degree: got {replicas}, which leaves nothing to shard over with ranks = "
+            f"{world_size}, allowed: fewer; for replicas alone use --parallel.data_parallel_wrapper ddp"
+        )
+    whole_model = recipe.run.mode == "compile" and recipe.compile.region == "model"
+    if whole_model and tensor > 1 and parallel.activation_checkpointing == "full":
+        yield (
+            "compile.region: got model with tensor parallelism and activation_checkpointing full, which torch 2.13 cannot "
+            "compile, allowed: block; or use --parallel.activation_checkpointing selective"
+        )
+    if whole_model and data_parallel > 1 and wrapper != "simple_fsdp":
+        yield (
+            f"compile.region: got model with data_parallel_wrapper {wrapper}, which works between graphs, allowed: block; "
+            "or use --parallel.data_parallel_wrapper simple_fsdp"
+        )
+    if parallel.prefetch_blocks and wrapper != "fsdp2":
+        yield (
+            f"parallel.prefetch_blocks: got {parallel.prefetch_blocks} with data_parallel_wrapper {wrapper}, allowed: 0; "
+            "only fsdp2 gathers ahead on request"
+        )
+
+
+def _batches(recipe: Recipe, world_size: int):
+    samples = recipe.training.local_batch_size * recipe.data_parallel_size(world_size)
     total = recipe.training.global_batch_size
     if total is not None and total % samples:
         yield (
-            f"training.global_batch_size: got {total}, allowed: a multiple of local_batch_size x ranks = {samples}; "
-            f"use {max(samples, total - total % samples)}"
+            f"training.global_batch_size: got {total}, allowed: a multiple of local_batch_size x data-parallel ranks = "
+            f"{samples}; use {max(samples, total - total % samples)}"
         )
 
 

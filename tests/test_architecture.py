@@ -21,6 +21,7 @@ OUTSIDE = {
     "recipes": ("tyro",),
     "backends": ("torch",),
 }
+NEURON = ("backends/neuron.py", "backends/neuron_cores.py")
 FORBIDDEN_FILES = ("utils", "helpers", "common", "misc")
 LONGER_THAN_300_LINES: dict[str, str] = {}
 """File: the reason that it may be longer."""
@@ -77,11 +78,11 @@ def problems_with_devices(where: str, tree: ast.Module) -> list[str]:
         name = dotted(node) if isinstance(node, ast.Attribute) else None
         if name and name.startswith("torch.cuda") and where != "backends/cuda.py":
             found.append(name)
-        if name and name.startswith("torch.neuron") and where != "backends/neuron.py":
+        if name and name.startswith("torch.neuron") and where not in NEURON:
             found.append(name)
-        if isinstance(node, ast.Import | ast.ImportFrom) and where != "backends/neuron.py":
+        if isinstance(node, ast.Import | ast.ImportFrom) and where not in NEURON:
             found += [alias for alias in imported(ast.Module([node], [])) if alias.startswith("torch_neuronx")]
-        if isinstance(node, ast.Constant) and where != "backends/neuron.py":
+        if isinstance(node, ast.Constant) and where not in NEURON:
             found += [node.value] if str(node.value).startswith(("NEURON_", "TORCH_NEURONX_")) else []
         if isinstance(node, ast.Compare):
             for side in (node.left, *node.comparators):

@@ -50,6 +50,7 @@ def test_contract(name, tmp_path, monkeypatch):
     backend = Recorder(usable(name))
     assert backend.name == name
     assert backend.require() is None
+    assert backend.check_ranks(1) is None
 
     # Environment: what is wanted ends up set, each with a reason; a second look finds it set.
     wanted = backend.wanted_environment()
@@ -131,6 +132,10 @@ def test_contract(name, tmp_path, monkeypatch):
         assert any("aten::mm" in file.read_text(errors="ignore") for file in files if file.suffix == ".json")
         assert written.isdisjoint(files)
         written |= set(files)
+
+    # Graphs: named, or not known.
+    graphs = backend.compiled_graphs()
+    assert graphs is None or all(isinstance(graph, str) for graph in graphs)
 
     # Record: facts that JSON can hold.
     facts = json.loads(json.dumps(backend.describe()))

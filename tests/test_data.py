@@ -19,6 +19,7 @@ from models.qwen3.model import IGNORE_INDEX as MODEL_IGNORE_INDEX
 from models.qwen3.model import Qwen3
 from recipes.base import Data, Recipe, Training, Validation
 from training.data import HeldOutBatches, PackedBatches, build_data
+from training.initialise import initialise
 from training.packing import IGNORE_INDEX, Batch, pack
 from training.sources import DataError, IndexedSource
 from training.tokenizer import END_OF_TEXT, TextTokenizer
@@ -156,7 +157,7 @@ def test_isolated_documents_cost_what_they_cost_alone():
     """The model's loss of a packed row is the sum of its documents' own losses."""
     torch.manual_seed(0)
     model = Qwen3(FLAVORS["debug"])
-    model.init_weights(torch.Generator().manual_seed(0))
+    initialise(model.initialisation(), seed=0)
     pieces = [TOKENIZER.encode_document(text) for text in documents(5, 9, 2)]
     batch = pack([*pieces, [END]], 1, 19, isolate_documents=True)
     with torch.no_grad():
@@ -171,7 +172,8 @@ def test_empty_documents_are_passed_over():
 
 def test_a15_useful_tokens_are_told_from_all_tokens():
     labels = torch.tensor([[1, 2, 3, IGNORE_INDEX], [4, IGNORE_INDEX, 5, 6]])
-    batch = Batch(labels.clamp(0), labels, num_valid_tokens=int((labels != IGNORE_INDEX).sum()))
+    valid = int((labels != IGNORE_INDEX).sum())
+    batch = Batch(labels.clamp(0), labels, num_valid_tokens=valid, num_valid_tokens_of_all_ranks=valid)
     assert (batch.num_tokens, batch.num_valid_tokens) == (8, 6)
     assert batch.num_valid_tokens / batch.num_tokens == 0.75
 
@@ -241,20 +243,39 @@ def test_held_out_documents_are_never_trained_on():
 # --- ranks ------------------------------------------------------------------------------------------------------------
 
 
-def test_ranks_share_an_epoch_without_meeting():
-    texts = documents(*[7] * 8)
-    ranks = [flat(take(packed(texts, rank=rank, world_size=2, shuffle=True), 4)) for rank in range(2)]
-    words = [{token for token in tokens if token} for tokens in ranks]
-    assert not words[0] & words[1]
-    assert words[0] | words[1] == set(range(1, 57))
+@pytest.mark.parametrize("isolate", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_any_number_of_ranks_reads_the_same_rows_in_a_step(world_size, isolate):
+    """So a step does not depend on how many ranks share it, and neither does a place in the data."""
+    texts = documents(*[7] * 9)
+    alone = packed(texts, local_batch_size=8, shuffle=True, isolate_documents=isolate)
+    options = {"local_batch_size": 8 // world_size, "shuffle": True, "isolate_documents": isolate, "world_size": world_size}
+    ranks = [packed(texts, rank=rank, **options) for rank in range(world_size)]
+    for _ in range(7):
+        whole, parts = next(alone), [next(rank) for rank in ranks]
+        assert torch.equal(torch.cat([part.tokens for part in parts]), whole.tokens)
+        assert torch.equal(torch.cat([part.labels for part in parts]), whole.labels)
+        assert {part.num_valid_tokens_of_all_ranks for part in parts} == {whole.num_valid_tokens}
+        assert sum(part.num_valid_tokens for part in parts) == whole.num_valid_tokens
+    assert all(rank.state_dict() == alone.state_dict() for rank in ranks)
 
 
-def test_e19_uneven_ranks_go_on_through_two_epochs():
-    """One rank has 32 tokens an epoch, the other 24: neither waits for the other at the epoch change, neither stops."""
+def test_a_place_is_reached_again_with_another_number_of_ranks():
+    texts = documents(*[7] * 9)
+    pair = [packed(texts, rank=rank, world_size=2, isolate_documents=True) for rank in range(2)]
+    before = [take(rank, 3) for rank in pair]
+    alone = resumed(pair[1].state_dict(), texts, local_batch_size=4, isolate_documents=True)
+    expected = packed(texts, local_batch_size=4, isolate_documents=True)
+    assert all(len(batches) == 3 for batches in before) and take(expected, 3)
+    assert torch.equal(next(alone).tokens, next(expected).tokens)
+
+
+def test_e19_all_ranks_change_the_epoch_in_the_same_step():
+    """56 tokens an epoch, which no number of steps divides: nobody waits at the epoch change, nobody stops."""
     ranks = [packed(documents(*[7] * 7), rank=rank, world_size=2) for rank in range(2)]
     for _ in range(9):
         assert [next(rank).tokens.shape for rank in ranks] == [(2, 4)] * 2
-    assert [rank.epoch for rank in ranks] == [2, 3]
+    assert [rank.epoch for rank in ranks] == [2, 2]
 
 
 def held_out(texts, num_batches, **options):
@@ -355,9 +376,9 @@ def test_after_a_passing_fault_the_batches_go_on_where_they_were(monkeypatch):
     assert flat(found) == flat(take(packed(texts), 9))
 
 
-def test_fewer_documents_than_ranks_is_refused():
-    with pytest.raises(DataError, match=r"rank 1 \(of 2\) hold 0"):
-        next(packed(documents(20), rank=1, world_size=2))
+def test_too_little_data_for_all_ranks_is_refused():
+    with pytest.raises(DataError, match=r"takes 3 x 2 x 4 \+ 1 = 25 tokens, the training documents hold 21"):
+        next(packed(documents(20), rank=1, world_size=3))
 
 
 # --- resuming ---------------------------------------------------------------------------------------------------------
@@ -439,7 +460,6 @@ def test_the_state_is_small_and_may_continue_in_another_shape():
         ({"seed": 1}, "run.seed was 0, got 1"),
         ({"shuffle": True}, "data.shuffle was False, got True"),
         ({"held_out_every": 3}, "data.held_out_every was 10000, got 3"),
-        ({"world_size": 2}, "world_size was 1, got 2"),
     ],
 )
 def test_a_state_of_another_order_is_refused(change, named):

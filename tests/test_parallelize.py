@@ -14,10 +14,11 @@ from torch._dynamo.utils import counters
 from torch.distributed.fsdp import fully_shard
 
 from models.qwen3.config import FLAVORS
-from models.qwen3.model import Qwen3
+from models.qwen3.model import Block, Qwen3
 from models.qwen3.parallelize import parallelize
+from training.initialise import initialise
 
-LAYOUTS = [(checkpointing, region) for checkpointing in ("none", "full") for region in (None, "block", "model")]
+LAYOUTS = [(checkpointing, region) for checkpointing in ("none", "selective", "full") for region in (None, "block", "model")]
 TOKENS = torch.randint(256, (2, 17), generator=torch.Generator().manual_seed(1))
 
 
@@ -32,7 +33,7 @@ def fresh_dynamo():
 
 def build(num_layers: int = 2, tied: bool = False) -> Qwen3:
     model = Qwen3(dataclasses.replace(FLAVORS["tiny_tied" if tied else "tiny"], num_layers=num_layers))
-    model.init_weights(torch.Generator().manual_seed(0))
+    initialise(model.initialisation(), seed=0)
     return model
 
 
@@ -74,7 +75,7 @@ def test_gradients_do_not_change_through_aot_autograd():
         assert (gradient - other_gradients[name]).abs().max() <= 1e-5 * gradient.abs().max(), name
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 @pytest.mark.parametrize("num_layers", [2, 12])
 def test_alike_blocks_share_one_graph(num_layers: int, checkpointing: str):
     loss_and_gradients(lay_out(build(num_layers), checkpointing, "block"))  # 12: past dynamo's limit of recompilations
@@ -89,14 +90,13 @@ def test_whole_model_is_one_graph(checkpointing: str):
     assert not counters["graph_break"]
 
 
-def test_every_block_gets_the_same_options_object(monkeypatch: pytest.MonkeyPatch):
-    received = []
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda region, options: received.append((region, options)))
+def test_one_compiled_function_serves_every_block(monkeypatch: pytest.MonkeyPatch):
+    """Dynamo shares a graph only between calls with equal options, and TorchNeuron writes into the dict that it gets."""
+    calls = []
+    monkeypatch.setattr(torch, "compile", lambda function, options: calls.append((function, options)) or function)
     options = {"max_autotune": False}
-    model = build(3)
-    parallelize(model, compile_region="block", compile_kwargs={"options": options})
-    assert [region for region, _ in received] == list(model.layers)
-    assert all(each is options for _, each in received)
+    parallelize(build(3), compile_region="block", compile_kwargs={"options": options})
+    assert calls == [(Block.forward, options)] and calls[0][1] is options
 
 
 def test_checkpointing_keeps_fewer_activations_and_recomputes():
@@ -121,8 +121,9 @@ def test_checkpointing_keeps_fewer_activations_and_recomputes():
     assert len(calls) == 8  # four blocks, forward and again in the backward pass
 
 
-def test_checkpointed_copy_computes_with_its_own_weights():
-    model = lay_out(build(), "full", None)
+@pytest.mark.parametrize(("checkpointing", "region"), [("full", None), ("selective", "block")])
+def test_a_copy_computes_with_its_own_weights(checkpointing: str, region: str | None):
+    model = lay_out(build(), checkpointing, region)
     twin = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in twin.layers.parameters():
@@ -136,7 +137,7 @@ def test_layout_on_the_meta_device_survives_materialise(tied: bool):
         model = Qwen3(FLAVORS["tiny_tied" if tied else "tiny"])
     lay_out(model, "full", "block")
     model.materialise(torch.device("cpu"))
-    model.init_weights(torch.Generator().manual_seed(0))
+    initialise(model.initialisation(), seed=0)
     loss, gradients = loss_and_gradients(model)
     expected_loss, expected = loss_and_gradients(build(tied=tied))
     assert torch.equal(loss, expected_loss)

@@ -17,6 +17,7 @@ from models.qwen3 import model as qwen3
 from models.qwen3.config import FLAVORS, Qwen3Config
 from models.qwen3.model import IGNORE_INDEX, Qwen3, document_mask
 from models.qwen3.state_dict_adapter import from_hf, hf_config, key_map
+from training.initialise import initialise
 
 LOGITS_BOUND = 1e-5
 GRADIENT_BOUND = 1e-5
@@ -52,7 +53,7 @@ def initialised(config: Qwen3Config, seed: int = 0) -> Qwen3:
     with torch.device("meta"):
         model = Qwen3(config)
     model.materialise(torch.device("cpu"))
-    model.init_weights(torch.Generator().manual_seed(seed))
+    initialise(model.initialisation(), seed=seed)
     return model
 
 

@@ -21,8 +21,13 @@ def test_every_recipe_is_legal_and_describes_itself(name):
     recipe = command_line.load(name)
     assert recipe.name == name
     assert recipe.description
-    recipe.check()
-    assert model_config(recipe.model).num_parameters > 0
+    degree = recipe.parallel.tensor_parallel_degree
+    recipe.check(recipe.parallel.ranks)
+    assert model_config(recipe.model, recipe.training.seq_len, degree).num_parameters > 0
+    tiny = recipe.tiny()
+    tiny.check(tiny.parallel.ranks)
+    assert model_config(tiny.model, tiny.training.seq_len, degree).num_parameters < 2_000_000
+    assert tiny.parallel == replace(recipe.parallel, ranks=degree), "the twin keeps the layout"
 
 
 def change(recipe: Recipe, path: str, value) -> Recipe:
@@ -36,7 +41,7 @@ def change(recipe: Recipe, path: str, value) -> Recipe:
         ("training.steps", 0, "training.steps: got 0, allowed: more than 0"),
         ("training.steps", 3, "optimizer.warmup_steps: got 10, allowed: at most training.steps = 3"),
         ("training.local_batch_size", -1, "got -1, allowed: more than 0"),
-        ("training.global_batch_size", 6, "got 6, allowed: a multiple of local_batch_size x ranks = 4; use 4"),
+        ("training.global_batch_size", 6, "got 6, allowed: a multiple of local_batch_size x data-parallel ranks = 4; use 4"),
         ("training.dtype", "fp16", "training.dtype: got 'fp16', allowed: float32, bfloat16"),
         ("optimizer.lr", -1.0, "optimizer.lr: got -1.0, allowed: 0 or more"),
         ("optimizer.lr", float("nan"), "optimizer.lr: got nan"),
@@ -61,11 +66,6 @@ def test_broken_rules_say_what_got_allowed_and_the_fix(path, value, words):
 def test_several_broken_rules_are_named_at_once():
     with pytest.raises(RecipeError, match=r"training\.steps.*run\.log_every"):
         change(change(DEBUG, "training.steps", 0), "run.log_every", 0).check()
-
-
-def test_more_than_one_process_is_refused_for_now():
-    with pytest.raises(RecipeError, match="got WORLD_SIZE=4, allowed: 1"):
-        DEBUG.check(world_size=4)
 
 
 def test_work_of_a_step_counts_accumulation():

@@ -18,6 +18,7 @@ from models.qwen3 import state_dict_adapter as adapter
 from models.qwen3.config import FLAVORS
 from models.qwen3.model import Qwen3
 from recipes.base import RecipeError
+from training.initialise import initialise
 from training.weights import (
     INDEX_FILE,
     SINGLE_FILE,
@@ -34,7 +35,7 @@ TINY = FLAVORS["tiny"]
 
 def build(seed: int = 0) -> Qwen3:
     model = Qwen3(TINY)
-    model.init_weights(torch.Generator().manual_seed(seed))
+    initialise(model.initialisation(), seed=seed)
     return model
 
 

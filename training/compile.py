@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import socket
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -119,10 +121,19 @@ class CompileWatch:
 
         return dict(counters["graph_break"])
 
-    def report(self) -> dict[str, Any]:
-        """Return the compile section of the run record."""
+    def cache_use(self) -> CacheUse:
+        """Return what this process has asked of the compile cache since this watch began."""
         cache = self.cache()
         hits, misses = difference(cache.hits, self.cache_before.hits), difference(cache.misses, self.cache_before.misses)
+        return CacheUse(_identity(cache.directory), hits, misses)
+
+    def report(self, uses: Sequence[CacheUse] = ()) -> dict[str, Any]:
+        """Return the compile section of the run record.
+
+        Args:
+            uses: of all ranks. None given: this process is the only one.
+        """
+        use = self.cache_use()
         late = [compilation for compilation in self.compilations if compilation.step > 1]
         return {
             "graphs": len(self.compilations),
@@ -133,13 +144,23 @@ class CompileWatch:
             "late_compiles": [asdict(compilation) for compilation in late],
             "late_compile_seconds": sum(compilation.seconds for compilation in late),
             "cache": {
-                "state": cache_state(hits, misses),
-                "hits": hits,
-                "misses": misses,
+                "state": cache_state_of_all(uses or [use]),
+                "hits": use.hits,
+                "misses": use.misses,
                 "before": asdict(self.cache_before),
-                "after": asdict(cache),
+                "after": asdict(self.cache()),
             },
         }
+
+
+def _identity(directory: str | None) -> str | None:
+    """Return what two ranks have in common if, and only if, they use one folder: its path and its number in the file system."""
+    if directory is None:
+        return None
+    try:
+        return f"{directory} {os.stat(directory).st_ino}"
+    except OSError:  # nobody has written into it yet
+        return f"{directory} on {socket.gethostname()}"
 
 
 def _describe(entry: Any, step: int) -> Compilation:
@@ -160,3 +181,31 @@ def cache_state(hits: int | None, misses: int | None) -> str | None:
     if hits == misses == 0:
         return None
     return "partial" if hits and misses else "warm" if hits else "cold"
+
+
+@dataclass(frozen=True)
+class CacheUse:
+    """What one rank asked of its compile cache."""
+
+    cache: str | None
+    """Which cache it is: ranks with the same one share its entries. None: there is none."""
+    hits: int | None
+    misses: int | None
+
+
+def cache_state_of_all(uses: Sequence[CacheUse]) -> str | None:
+    """Return the state in which the ranks together found their caches.
+
+    Of ranks that share a cache one compiles a graph and the others then find it there: a hit on what this very run has written.
+    So a shared cache was cold if at least as many graphs were compiled as the rank that asked for most of them needs.
+    """
+    states = set()
+    for cache in {use.cache for use in uses}:
+        sharers = [use for use in uses if use.cache == cache]
+        known = [(use.hits, use.misses) for use in sharers if use.hits is not None and use.misses is not None]
+        if len(known) < len(sharers):
+            return "unknown"
+        misses, wanted = sum(missed for _, missed in known), max(hit + missed for hit, missed in known)
+        states.add(cache_state(max(0, wanted - misses), misses))
+    states.discard(None)
+    return states.pop() if len(states) == 1 else "partial" if states else None

@@ -14,16 +14,20 @@ from training.timeline import Timeline
 
 
 class Console:
-    """Prints the run. Unknown values read n/a."""
+    """Prints the run. Unknown values read n/a.
 
-    def __init__(self, total_steps: int, console: RichConsole | None = None):
-        self.console = console or RichConsole(markup=False, highlight=False, soft_wrap=True)
+    Args:
+        quiet: print nothing: of many ranks one speaks.
+    """
+
+    def __init__(self, total_steps: int, console: RichConsole | None = None, *, quiet: bool = False):
+        self.console = console or RichConsole(markup=False, highlight=False, soft_wrap=True, quiet=quiet)
         self.total_steps = total_steps
         self._progress: Progress | None = None
 
     def __enter__(self) -> Console:
         """Start the live bar, where there is a terminal to draw it on."""
-        if self.console.is_terminal:
+        if self.console.is_terminal and not self.console.quiet:
             columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
             self._progress = Progress(*columns, TimeRemainingColumn(), console=self.console, transient=True)
             self._progress.add_task("first step", total=self.total_steps)

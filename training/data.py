@@ -1,7 +1,10 @@
 """From documents to batches of one fixed shape.
 
-Each rank reads documents of its own, encodes them, lays them end to end and cuts the tape into rows of `seq_len` tokens. A
-row's labels are its tokens moved by one, so neighbouring rows share one token and each token is predicted exactly once.
+Documents are encoded, laid end to end, and the tape is cut into rows of `seq_len` tokens. A row's labels are its tokens moved
+by one, so neighbouring rows share one token and each token is predicted exactly once. The data-parallel ranks take turns on
+one tape: any number of them reads the same rows in the same step, and a place in the data does not depend on their number.
+Each of them encodes the whole tape for that, half a million tokens a second.
+
 Nothing is padded and nothing dropped: the tape runs on from one epoch into the next. With isolated documents no label crosses
 from one document into another: the last token of each, its end token, has none.
 
@@ -18,7 +21,7 @@ from typing import Any, NoReturn
 from torch.utils.data import get_worker_info
 
 from recipes.base import Recipe
-from training.packing import Batch, EncodedDocument, Tape, pack
+from training.packing import Batch, EncodedDocument, Tape, deal
 from training.sources import DataError, DocumentSource, open_source
 from training.tokenizer import Notify, TextTokenizer, check_vocabulary, load_tokenizer
 
@@ -29,7 +32,10 @@ NO_LOADER = (
 
 
 class PackedBatches(Iterator[Batch]):
-    """Training batches of one data-parallel rank, without end: after the last document the next epoch begins."""
+    """Training batches of one data-parallel rank, without end: after the last document the next epoch begins.
+
+    Counters are of all ranks together.
+    """
 
     def __init__(
         self,
@@ -56,11 +62,11 @@ class PackedBatches(Iterator[Batch]):
         self._documents = self._read(epoch, document)
 
     def _read(self, epoch: int, number: int) -> Iterator[EncodedDocument]:
-        """Encode the rank's documents from one place in the data on, epoch after epoch."""
-        wanted = self.local_batch_size * self.seq_len + 1
+        """Encode the documents from one place in the data on, epoch after epoch."""
+        wanted = self._tokens_at_once + 1
         while True:
             whole_epoch, num_tokens = number == 0, 0
-            texts = self.source.training_documents(self.seed, epoch, self.rank + number * self.world_size, self.world_size)
+            texts = self.source.training_documents(self.seed, epoch, number)
             for number, text in enumerate(texts, number):  # noqa: B020 - counts on from where it starts
                 if text:
                     document = EncodedDocument(self.tokenizer.encode_document(text), epoch, number)
@@ -68,15 +74,20 @@ class PackedBatches(Iterator[Batch]):
                     yield document
             if whole_epoch and num_tokens < wanted:  # would put a document into one batch twice, or find nothing for ever
                 raise DataError(
-                    f"training.seq_len is beyond the data: one batch takes {self.local_batch_size} x {self.seq_len} + 1 = "
-                    f"{wanted} tokens, the training documents of rank {self.rank} (of {self.world_size}) hold {num_tokens}; "
-                    "lower training.seq_len or training.local_batch_size, or name more data"
+                    f"training.seq_len is beyond the data: one batch on each rank takes {self.world_size} x "
+                    f"{self.local_batch_size} x {self.seq_len} + 1 = {wanted} tokens, the training documents hold "
+                    f"{num_tokens}; lower training.seq_len or training.local_batch_size, or name more data"
                 )
             epoch, number = epoch + 1, 0
 
+    @property
+    def _tokens_at_once(self) -> int:
+        """Tokens that all ranks together take off the tape at a time."""
+        return self.world_size * self.local_batch_size * self.seq_len
+
     def fill(self) -> None:
         """Encode what the next batch needs. Called before training, it refuses too little data while nothing is built yet."""
-        while self._tape.length <= self.local_batch_size * self.seq_len:
+        while self._tape.length <= self._tokens_at_once:
             self._tape.append(self._next_document())
 
     def _next_document(self) -> EncodedDocument:
@@ -94,11 +105,11 @@ class PackedBatches(Iterator[Batch]):
         if get_worker_info() is not None:
             raise DataError(NO_LOADER)
         self.fill()
-        count, waiting = self.local_batch_size * self.seq_len, len(self._tape.documents)
-        batch = pack(self._tape.take(count), self.local_batch_size, self.seq_len, self.isolate_documents)
+        waiting, shape = len(self._tape.documents), (self.local_batch_size, self.seq_len)
+        batch = deal(self._tape, shape, self.isolate_documents, self.rank, self.world_size)
         self.documents_seen += waiting - len(self._tape.documents)
-        self.tokens_seen += batch.num_tokens
-        self.valid_tokens_seen += batch.num_valid_tokens
+        self.tokens_seen += self._tokens_at_once
+        self.valid_tokens_seen += batch.num_valid_tokens_of_all_ranks
         self.epoch, self._document = self._tape.documents[0].epoch, self._tape.documents[0].number
         return batch
 
@@ -110,8 +121,6 @@ class PackedBatches(Iterator[Batch]):
             "data.held_out_every": self.source.data.held_out_every,
             "data.shuffle": self.source.data.shuffle,
             "run.seed": self.seed,
-            "rank": self.rank,
-            "world_size": self.world_size,
         }
 
     def _seen(self) -> dict[str, int]:
@@ -128,10 +137,10 @@ class PackedBatches(Iterator[Batch]):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on exactly where the state was taken. Sequence length and batch size may differ.
+        """Go on exactly where the state was taken. Sequence length, batch size and the number of ranks may differ.
 
         Raises:
-            DataError: if the state is of other data, another order or another layout.
+            DataError: if the state is of other data or another order.
         """
         for name, value in self._identity().items():
             saved = state["identity"].get(name)
@@ -157,7 +166,7 @@ class HeldOutBatches(Iterator[Batch]):
     """Validation batches of the same source, tokenizer, shape and rank as `train`: the same `num_batches` in every round.
 
     They are encoded once, here, so that too little data is refused before anything is paid for. The ranks take turns on one
-    tape of all held-out documents, so that all of them have the same number of batches.
+    tape here too, so that all of them have the same number of batches.
 
     Raises:
         DataError: if the held-out documents do not fill the batches, with both numbers.
@@ -182,10 +191,7 @@ class HeldOutBatches(Iterator[Batch]):
                 document = EncodedDocument(train.tokenizer.encode_document(text))
                 num_documents, num_tokens = num_documents + 1, num_tokens + len(document.tokens)
                 tape.append(document)
-            tape.take(count * rank)
-            pieces = tape.take(count)
-            tape.take(count * (world_size - 1 - rank))
-            self.batches.append(pack(pieces, batch_size, seq_len, train.isolate_documents))
+            self.batches.append(deal(tape, (batch_size, seq_len), train.isolate_documents, rank, world_size))
         self.reset()
 
     def reset(self) -> None:

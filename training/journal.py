@@ -41,7 +41,7 @@ class Journal:
 
     def open_tensorboard(self) -> None:
         """Start the event file. Importing TensorBoard takes seconds: do it where no window is being measured."""
-        if self.recipe.run.tensorboard:
+        if self.recipe.run.tensorboard and self.record.writes:
             from torch.utils.tensorboard import SummaryWriter
 
             self._tensorboard = SummaryWriter(str(self.record.folder / "tensorboard"))

@@ -70,10 +70,12 @@ class Meter:
     Args:
         synchronize: waits until the device has finished.
         clock: seconds, monotonic.
+        sum_losses: reads losses from the device, each summed over the ranks that have different samples; called once a window.
     """
 
     synchronize: Callable[[], None]
     clock: Callable[[], float] = time.perf_counter
+    sum_losses: Callable[[Sequence[Tensor]], list[float]] = lambda losses: [loss.item() for loss in losses]
     _pending: list[tuple[int, Tensor, Tensor, float, int, int]] = field(default_factory=list)
     _began: float = 0.0
 
@@ -86,7 +88,8 @@ class Meter:
         """Note one step without waiting for the device.
 
         Args:
-            loss, grad_norm: scalars on the device, [].
+            loss: this rank's part of the step's mean loss, on the device, [].
+            grad_norm: of the whole model, on the device, [].
         """
         self._pending.append((step, loss, grad_norm, lr, tokens, valid_tokens))
 
@@ -94,7 +97,11 @@ class Meter:
         """Synchronise, end the window and start the next one at the same moment."""
         self.synchronize()
         now = self.clock()
-        steps = tuple(Step(n, loss.item(), norm.item(), lr, t, v) for n, loss, norm, lr, t, v in self._pending)
+        losses = self.sum_losses([loss for _, loss, *_ in self._pending])
+        steps = tuple(
+            Step(step, loss, norm.item(), lr, tokens, valid)
+            for (step, _, norm, lr, tokens, valid), loss in zip(self._pending, losses, strict=True)
+        )
         window = Window(steps, now - self._began, disturbed_by)
         self._pending, self._began = [], now
         return window

@@ -21,6 +21,8 @@ class Batch:
     """The token after each one; IGNORE_INDEX where none is predicted."""
     num_valid_tokens: int
     """Labels that count. A number of the host's, so that nobody waits for the device to learn it."""
+    num_valid_tokens_of_all_ranks: int
+    """The same, summed over the batches that the data-parallel ranks get at the same time."""
     positions: Tensor | None = None
     """Position of each token in its document and row. None: its index in the row."""
     documents: Tensor | None = None
@@ -46,14 +48,34 @@ class Batch:
         return replace(self, **moved)
 
 
-def pack(pieces: list[list[int]], batch_size: int, seq_len: int, isolate_documents: bool) -> Batch:
-    """Cut batch_size x seq_len + 1 tokens, given as the pieces of successive documents, into a batch."""
+def deal(tape: Tape, shape: tuple[int, int], isolate_documents: bool, rank: int = 0, world_size: int = 1) -> Batch:
+    """Take a batch for every rank off the tape, and return this rank's."""
+    count = shape[0] * shape[1]
+    hands = [tape.take(count) for _ in range(world_size)]
+    # With isolated documents the last token of each has no label, unless it is what follows the batch.
+    unlabelled = sum(len(pieces) - 1 for pieces in hands) if isolate_documents else 0
+    return pack(hands[rank], *shape, isolate_documents, num_valid_tokens_of_all_ranks=count * world_size - unlabelled)
+
+
+def pack(
+    pieces: list[list[int]],
+    batch_size: int,
+    seq_len: int,
+    isolate_documents: bool,
+    num_valid_tokens_of_all_ranks: int | None = None,
+) -> Batch:
+    """Cut batch_size x seq_len + 1 tokens, given as the pieces of successive documents, into a batch.
+
+    Args:
+        num_valid_tokens_of_all_ranks: None: there is one rank.
+    """
     tape = torch.tensor([token for piece in pieces for token in piece])
     shape = (batch_size, seq_len)
     # Cloned: tokens and labels would otherwise be views of the same memory.
     tokens, labels = tape[:-1].view(shape), tape[1:].clone().view(shape)
+    everybody = num_valid_tokens_of_all_ranks
     if not isolate_documents:
-        return Batch(tokens, labels, num_valid_tokens=labels.numel())
+        return Batch(tokens, labels, labels.numel(), labels.numel() if everybody is None else everybody)
 
     lengths = torch.tensor([len(piece) for piece in pieces])
     owners = torch.repeat_interleave(torch.arange(len(pieces)), lengths)
@@ -63,7 +85,8 @@ def pack(pieces: list[list[int]], batch_size: int, seq_len: int, isolate_documen
     starts = torch.zeros(shape, dtype=torch.int64)
     starts[:, 1:] = torch.where(documents[:, 1:] != documents[:, :-1], columns[:, 1:], 0)
     positions = columns - starts.cummax(dim=1).values
-    return Batch(tokens, labels, int((labels != IGNORE_INDEX).sum()), positions, documents)
+    valid = int((labels != IGNORE_INDEX).sum())
+    return Batch(tokens, labels, valid, valid if everybody is None else everybody, positions, documents)
 
 
 @dataclass(frozen=True)
@@ -73,7 +96,7 @@ class EncodedDocument:
     tokens: list[int]
     epoch: int = 0
     number: int = 0
-    """Place among the rank's documents of that epoch."""
+    """Place in the order of that epoch."""
 
 
 class Tape:

@@ -34,26 +34,32 @@ class RunRecord:
     `record.json` says `running` from the start and is replaced atomically, so a reader never sees half of it.
     """
 
-    def __init__(self, recipe: Recipe, argv: Sequence[str], repository: Path):
+    def __init__(self, recipe: Recipe, argv: Sequence[str], repository: Path, name: str | None = None, *, writes: bool = True):
         """Create the run's folder and its first record.
+
+        Args:
+            name: what `run_name` gave. All ranks of a run have the same.
+            writes: False on the ranks that only need to know the folder.
 
         Raises:
             RecipeError: if the folder cannot be written.
         """
-        now = datetime.now(UTC)
-        name = f"{now:%Y%m%d-%H%M%S}-{recipe.name}-{secrets.token_hex(3)}"
+        name, self.writes = name or run_name(recipe), writes
         self.folder = Path(recipe.run.output_dir) / name
+        self.content: dict[str, Any] = {}
+        if not writes:
+            return
         try:
             self.folder.mkdir(parents=True)
         except OSError as error:
             raise RecipeError(f"run.output_dir: got {recipe.run.output_dir!r}, which cannot be written: {error}") from None
         commit, dirty = git_state(repository)
-        self.content: dict[str, Any] = {
+        self.content = {
             "schema_version": SCHEMA_VERSION,
             "id": name,
             "status": "running",
             "cause": None,
-            "started_utc": now.isoformat(timespec="seconds"),
+            "started_utc": datetime.now(UTC).isoformat(timespec="seconds"),
             "finished_utc": None,
             "identity": {
                 "recipe": asdict(recipe),
@@ -72,6 +78,8 @@ class RunRecord:
 
     def write(self) -> None:
         """Replace record.json in one move."""
+        if not self.writes:
+            return
         text = json.dumps(_plain(self.content), indent=2, allow_nan=False)
         unfinished = self.folder / ".record.json.partial"
         unfinished.write_text(text + "\n", encoding="ascii")
@@ -79,6 +87,8 @@ class RunRecord:
 
     def append_steps(self, steps: Sequence[Any]) -> None:
         """Add one line per optimizer step (training.metrics.Step) to steps.jsonl."""
+        if not self.writes:
+            return
         for step in steps:
             self._steps.write(json.dumps(_plain(step), allow_nan=False) + "\n")
         self._steps.flush()
@@ -89,13 +99,21 @@ class RunRecord:
         Args:
             status: finished, failed or interrupted.
         """
-        self._steps.close()
+        if self.writes:
+            self._steps.close()
         self.update(status=status, cause=cause, finished_utc=datetime.now(UTC).isoformat(timespec="seconds"))
 
     def write_environment(self) -> None:
         """Write the name and version of every installed distribution."""
+        if not self.writes:
+            return
         lines = sorted(f"{dist.metadata['Name']}=={dist.version}" for dist in metadata.distributions())
         (self.folder / "environment.txt").write_text("\n".join(dict.fromkeys(lines)) + "\n", encoding="utf-8")
+
+
+def run_name(recipe: Recipe) -> str:
+    """Return a new name for a run: when it started, its recipe, and a few random letters."""
+    return f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{recipe.name}-{secrets.token_hex(3)}"
 
 
 def software() -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from types import TracebackType
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from backends.base import Backend, EnvironmentVariable
 from recipes.base import Recipe
 from training import timeline as phases
-from training.compile import CompileWatch
+from training.compile import CacheUse, CompileWatch
 from training.console import gigabytes, percent, seconds
 from training.flops import NUMERATORS, ModelShape, count_flops, mfu
 from training.journal import Journal
@@ -20,6 +21,7 @@ from training.timeline import Timeline
 if TYPE_CHECKING:
     from backends.peak_flops import Peak
     from training.data import PackedBatches
+    from training.distributed import Ranks
 
 
 class ModelFacts(ModelShape, Protocol):
@@ -27,6 +29,20 @@ class ModelFacts(ModelShape, Protocol):
 
     @property
     def init_std(self) -> float: ...
+
+
+@dataclass(frozen=True)
+class RankFirstStep:
+    """One rank's first step, for the comparison with the others'."""
+
+    rank: int
+    host: str
+    first_step_seconds: float
+    time_to_first_step_seconds: float | None
+    compile_seconds: float | None
+    phases: dict[str, float]
+    cache: CacheUse
+    compiled_graphs: list[str] | None
 
 
 @dataclass
@@ -42,12 +58,14 @@ class Report:
     watch: CompileWatch
     environment: Sequence[EnvironmentVariable]
     optimizer_implementation: str
-    world_size: int = 1
+    ranks: Ranks
     peaks: list[Peak] = field(default_factory=list)
+    first_steps: list[RankFirstStep] = field(default_factory=list)
+    """Of all ranks, by rank; empty until the first step is over."""
 
     def __enter__(self) -> Report:
         """Print the header and write down what is known before the first step."""
-        training, config, tokens = self.recipe.training, self.config, self.recipe.tokens_per_step(self.world_size)
+        training, config, tokens = self.recipe.training, self.config, self.recipe.tokens_per_step(self.ranks.world.size)
         counts = {name: count_flops(config, training.seq_len, name) for name in NUMERATORS}
         data = self.data.describe()
         self.journal.record.update(
@@ -66,9 +84,10 @@ class Report:
                 "dtype": training.dtype,
                 "seq_len": training.seq_len,
                 "local_batch_size": training.local_batch_size,
-                "accumulation_steps": self.recipe.accumulation_steps(self.world_size),
+                "accumulation_steps": self.recipe.accumulation_steps(self.ranks.world.size),
                 "tokens_per_step": tokens,
-                "world_size": self.world_size,
+                "world_size": self.ranks.world.size,
+                "layout": self._layout(),
                 "initialisation": self.recipe.model.initial_weights or f"normal(0, {config.init_std})",
                 "optimizer_implementation": self.optimizer_implementation,
                 "data": data,
@@ -86,6 +105,7 @@ class Report:
                     f"{self.recipe.run.device}, {self.recipe.run.mode}, AdamW {self.optimizer_implementation}, "
                     f"pinned memory {'on' if self.backend.pin_memory else 'off'}",
                 ),
+                ("layout", self._layout_text()),
                 ("data", f"{data['source']} ({data['fingerprint']})"),
                 ("run", str(self.journal.record.folder)),
             ),
@@ -94,15 +114,61 @@ class Report:
             self.journal.console.note(f"  {variable.name}={variable.value} (set by {variable.set_by}: {variable.reason})")
         return self
 
+    def _layout(self) -> dict[str, Any]:
+        parallel = self.recipe.parallel
+        return {
+            "data_parallel_replicate_degree": self.ranks.replicas,
+            "data_parallel_shard_degree": self.ranks.shards,
+            "tensor_parallel_degree": self.ranks.tensor,
+            "data_parallel_wrapper": parallel.data_parallel_wrapper if self.ranks.data > 1 else None,
+            "activation_checkpointing": parallel.activation_checkpointing,
+        }
+
     def after_first_step(self) -> None:
         """Say where the wait went, and do now what would have made it longer."""
         self.journal.console.first_step(self.timeline)
         self.watch.require_compiled()
+        self._gather_ranks()
         self.peaks = self.backend.peaks(self.recipe.training.dtype, self.recipe.run.chip)
         self.journal.peak_flops = self.peaks[0].flops if self.peaks else None
         self.journal.open_tensorboard()
         self.journal.record.write_environment()
         self.journal.record.update(timing=self._timing(), compile=self._compile())
+
+    def _gather_ranks(self) -> None:
+        """Learn from every rank how its first step went, and say so where they differ."""
+        own = RankFirstStep(
+            rank=self.ranks.world.rank,
+            host=socket.gethostname(),
+            first_step_seconds=self.timeline.first_step_seconds,
+            time_to_first_step_seconds=self.timeline.time_to_first_step_seconds,
+            compile_seconds=self.watch.totals().compile_seconds,
+            phases={name: phase.seconds for name, phase in self.timeline.phases.items()},
+            cache=self.watch.cache_use(),
+            compiled_graphs=self.backend.compiled_graphs(),
+        )
+        self.first_steps = self.ranks.gather(own)
+        note = self.journal.console.note
+        if len(self.first_steps) > 1:
+            slowest = self._slowest()
+            compiling = "" if not slowest.compile_seconds else f", compiling {slowest.compile_seconds:.2f} s of it"
+            note(f"slowest rank: {slowest.rank} on {slowest.host}, first step {slowest.first_step_seconds:.2f} s{compiling}")
+        if self._rank_dependent_graphs():
+            note(
+                f"warning: {len(self._rank_dependent_graphs() or ())} compiled graphs are rank-dependent, so that each rank "
+                "compiles its own: look for rank numbers or shapes that differ by rank in what is compiled"
+            )
+
+    def _slowest(self) -> RankFirstStep:
+        """The rank that the others waited for: it compiled longest, or without compilation took longest."""
+        return max(self.first_steps, key=lambda step: (step.compile_seconds or 0.0, step.first_step_seconds))
+
+    def _rank_dependent_graphs(self) -> list[str] | None:
+        """Graphs that some ranks compiled and others did not. None: the device does not name its graphs."""
+        graphs = [set(step.compiled_graphs) for step in self.first_steps if step.compiled_graphs is not None]
+        if not graphs or len(graphs) < len(self.first_steps):
+            return None
+        return sorted(set.union(*graphs) - set.intersection(*graphs))
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Write the rest and close the record; an exception goes on to the caller."""
@@ -140,7 +206,12 @@ class Report:
                 {"phase": name, "in_first_step": name in phases.FIRST_STEP, "seconds": phase.seconds, **asdict(phase.compile)}
                 for name, phase in self.timeline.phases.items()
             ],
-            "slowest_rank": 0,
+            "slowest_rank": self._slowest().rank if self.first_steps else None,
+            "ranks": [
+                {key: value for key, value in asdict(step).items() if key not in ("cache", "compiled_graphs")}
+                | {"cache_hits": step.cache.hits, "cache_misses": step.cache.misses}
+                for step in self.first_steps
+            ],
             "deterministic": self.recipe.run.deterministic,
             **speed,
             "mfu": self._mfu(rate),
@@ -152,8 +223,8 @@ class Report:
         for numerator in NUMERATORS:
             flops = count_flops(self.config, self.recipe.training.seq_len, numerator).flops_per_token
             for peak in self.peaks:
-                share = mfu(flops, tokens_per_second, self.world_size, peak.flops)
-                result.append({"mfu": share, "numerator": numerator, "devices": self.world_size, "peak": asdict(peak)})
+                share = mfu(flops, tokens_per_second, self.ranks.world.size, peak.flops)
+                result.append({"mfu": share, "numerator": numerator, "devices": self.ranks.world.size, "peak": asdict(peak)})
         return result
 
     def _compile(self) -> dict[str, Any]:
@@ -162,8 +233,19 @@ class Report:
             "mode": self.recipe.run.mode,
             "region": self.recipe.compile.region if asked else None,
             "backend": (self.recipe.compile.backend or self.backend.compile_backend) if asked else None,
-            **self.watch.report(),
+            "rank_dependent_graphs": self._rank_dependent_graphs(),
+            **self.watch.report([step.cache for step in self.first_steps]),
         }
+
+    def _layout_text(self) -> str:
+        layout, ranks = self._layout(), self.ranks.world.size
+        if ranks == 1:
+            return f"one rank, activation checkpointing {layout['activation_checkpointing']}"
+        return (
+            f"{ranks} ranks = {self.ranks.replicas} replicas x {self.ranks.shards} shards x {self.ranks.tensor} tensor parallel, "
+            f"{layout['data_parallel_wrapper'] or 'no data parallel'}, "
+            f"activation checkpointing {layout['activation_checkpointing']}"
+        )
 
     def _print_summary(self) -> None:
         timing, compiled, quality = (self.journal.record.content[name] for name in ("timing", "compile", "quality"))

@@ -60,10 +60,8 @@ class DocumentSource(ABC):
         self.data = data
 
     @abstractmethod
-    def training_documents(self, seed: int, epoch: int, start: int = 0, step: int = 1) -> Iterator[str]:
-        """Yield one pass over the texts that are not held out, in the order of this seed and epoch: of them only every step-th
-        from `start` on, so that ranks which start at 0, 1, ... share a pass without meeting.
-        """
+    def training_documents(self, seed: int, epoch: int, start: int = 0) -> Iterator[str]:
+        """Yield one pass over the texts that are not held out, in the order of this seed and epoch, from the start-th on."""
 
     @abstractmethod
     def held_out_documents(self) -> Iterator[str]:
@@ -95,8 +93,8 @@ class IndexedSource(DocumentSource):
         kept = np.delete(np.arange(self.num_documents), np.s_[self.data.held_out_every - 1 :: self.data.held_out_every])
         return np.random.default_rng((seed, epoch)).permutation(kept) if self.data.shuffle else kept
 
-    def training_documents(self, seed: int, epoch: int, start: int = 0, step: int = 1) -> Iterator[str]:
-        return (self.read(int(index)) for index in self.order(seed, epoch)[start::step])
+    def training_documents(self, seed: int, epoch: int, start: int = 0) -> Iterator[str]:
+        return (self.read(int(index)) for index in self.order(seed, epoch)[start:])
 
     def held_out_documents(self) -> Iterator[str]:
         return map(self.read, range(self.data.held_out_every - 1, self.num_documents, self.data.held_out_every))
@@ -167,9 +165,9 @@ class HubStream(DocumentSource):
         self.fingerprint = _fingerprint(name, data.subset, data.split, data.text_field, self.revision)
         self.description = f"{name} at {(self.revision or 'unknown revision')[:12]}, streamed"
 
-    def training_documents(self, seed: int, epoch: int, start: int = 0, step: int = 1) -> Iterator[str]:
+    def training_documents(self, seed: int, epoch: int, start: int = 0) -> Iterator[str]:
         texts = self._texts(held_out=False)
-        return islice(_shuffled(texts, seed, epoch) if self.data.shuffle else texts, start, None, step)
+        return islice(_shuffled(texts, seed, epoch) if self.data.shuffle else texts, start, None)
 
     def held_out_documents(self) -> Iterator[str]:
         return self._texts(held_out=True)

@@ -6,6 +6,7 @@ A folder is mapped when read, not copied, and it appears whole or not at all whe
 from __future__ import annotations
 
 import json
+import logging
 import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,8 +18,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from recipes.base import RecipeError
+from training.initialise import local_part
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -47,6 +50,8 @@ class Adapter(Protocol):
 def load_weights(model: nn.Module, adapter: Adapter, folder: str | Path) -> None:
     """Fill a materialised model from a Hugging Face folder, casting to each parameter's own dtype and device.
 
+    Each rank copies its own shards out of the mapped files.
+
     Raises:
         RecipeError: if the folder is incomplete or describes another model.
     """
@@ -55,11 +60,14 @@ def load_weights(model: nn.Module, adapter: Adapter, folder: str | Path) -> None
         raise WeightsError(f"{folder}: no such folder; it should hold config.json and {SINGLE_FILE} or {INDEX_FILE}")
     adapter.check_config(_read_json(folder / "config.json"), model.config)
     state = adapter.from_hf(read_safetensors(folder), model.config)
-    for name, parameter in model.state_dict().items():
+    for name, parameter in model.named_parameters():
         assert not parameter.is_meta, f"{name}: materialise the model before loading it"
         if state[name].shape != parameter.shape:
             raise WeightsError(f"{name}: got shape {[*state[name].shape]} in {folder}, allowed: {[*parameter.shape]}")
-    model.load_state_dict(state)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            local, part = local_part(parameter)
+            local.copy_(state[name][part])
 
 
 def export_weights(
@@ -73,6 +81,7 @@ def export_weights(
     dtype: torch.dtype = torch.float32,
     facts: Mapping[str, str] | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    writes: bool = True,
 ) -> None:
     """Write a folder that transformers opens: weights, config.json, tokenizer, and a card that says how they came about.
 
@@ -82,10 +91,15 @@ def export_weights(
         start: the weights that training started from. None: random initialisation.
         dtype: of every floating-point tensor in the file, whatever the model holds.
         facts: further rows of the card, also stored in the weight files' metadata.
+        writes: False on the ranks that only send their shards. All ranks must call this; one tensor at a time is whole.
     """
+    state = adapter.to_hf(dict(model.named_parameters()), model.config)
+    if not writes:
+        for tensor in state.values():
+            _whole(tensor)
+        return
     facts = {"step": str(step), "note": provenance(step, start), **(facts or {})}
     dtype_name = str(dtype).removeprefix("torch.")
-    state = adapter.to_hf(model.state_dict(), model.config)
     described = adapter.hf_config(model.config, dtype_name)
     title = f"{', '.join(described['architectures'])}, {sum(tensor.numel() for tensor in state.values()):,} parameters"
     with _new_folder(Path(folder)) as partial:
@@ -205,12 +219,21 @@ def _on_host(state: Mapping[str, Tensor], names: Iterable[str], dtype: torch.dty
     for name in names:
         if state[name].is_meta:
             raise WeightsError(f"{name}: on the meta device, so there is no data to write; materialise the model first")
-        tensor = state[name].detach().to("cpu", _file_dtype(state[name], dtype)).contiguous()
+        tensor = _whole(state[name]).to("cpu", _file_dtype(state[name], dtype)).contiguous()
         if tensor.untyped_storage().data_ptr() in seen:
             tensor = tensor.clone()
         seen.add(tensor.untyped_storage().data_ptr())
         result[name] = tensor
     return result
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """Return a tensor that may be spread over the ranks; all of them must ask for it at the same time."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
+    # Torch warns that a tensor split twice is gathered in two collectives. Here that is meant.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    return tensor.full_tensor().detach()
 
 
 def _file_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:

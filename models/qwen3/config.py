@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,22 @@ class Qwen3Config:
 def _qwen3(dim: int, num_layers: int, num_heads: int, ffn_dim: int, *, tied: bool) -> Qwen3Config:
     """Return a published size: all of them share 8 kv heads, head_dim 128 and the vocabulary."""
     return Qwen3Config(dim, num_layers, num_heads, 8, 128, ffn_dim, 151_936, tied)
+
+
+def tiny(config: Qwen3Config) -> Qwen3Config:
+    """Return a network of the same kind with few small layers, which four ranks can still split."""
+    return replace(config, dim=64, num_layers=2, num_heads=8, num_kv_heads=4, head_dim=16, ffn_dim=192, vocab_size=4_096)
+
+
+def check_layout(config: Qwen3Config, tensor_parallel_degree: int) -> list[str]:
+    """Return what keeps this network from being split over so many tensor-parallel ranks, one sentence each."""
+    degree = tensor_parallel_degree
+    sizes = {"num_kv_heads": config.num_kv_heads, "ffn_dim": config.ffn_dim, "vocab_size": config.vocab_size}
+    return [
+        f"parallel.tensor_parallel_degree: got {degree}, allowed: a divisor of {name} = {size:,}; lower it"
+        for name, size in sizes.items()
+        if size % degree
+    ]
 
 
 FLAVORS = {

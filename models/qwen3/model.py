@@ -11,7 +11,7 @@ Source: https://huggingface.co/docs/transformers/model_doc/qwen3 and the Qwen3 t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -92,9 +92,14 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        y = _RMSNorm.apply(x, self.weight, self.eps)
-        device_type = x.device.type
-        return y.to(torch.get_autocast_dtype(device_type)) if torch.is_autocast_enabled(device_type) else y
+        return rms_norm(x, self.weight, self.eps)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Divide x by its root mean square over the last axis and scale it by weight, as RMSNorm does."""
+    y = _RMSNorm.apply(x, weight, eps)
+    device_type = x.device.type
+    return y.to(torch.get_autocast_dtype(device_type)) if torch.is_autocast_enabled(device_type) else y
 
 
 def rotate(x_BTNH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -161,6 +166,40 @@ class Block(nn.Module):
         return x_BTD + self.feed_forward(self.ffn_norm(x_BTD))
 
 
+class OutputProjection(nn.Module):
+    """From hidden states to logits or, with labels, straight to the loss: all logits at once would be the largest tensor."""
+
+    weight: Tensor
+
+    def __init__(self, dim: int, vocab_size: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab_size, dim))
+
+    def forward(self, x_BTD: Tensor, labels_BT: Tensor | None = None) -> Tensor:
+        if labels_BT is None:
+            return F.linear(x_BTD, self.weight)
+        return sum_of_cross_entropies(x_BTD, self.weight, labels_BT)
+
+
+def sum_of_cross_entropies(
+    x_BTD: Tensor, weight_VD: Tensor, labels_BT: Tensor, split_logits: Callable[[Tensor], Tensor] = lambda logits: logits
+) -> Tensor:
+    """Return the cross entropy summed over all labels that are not IGNORE_INDEX, [].
+
+    A few hundred tokens at a time: their logits stay in cache and need no large block of memory of their own.
+
+    Args:
+        split_logits: where this rank has some rows of weight_VD only, turns its logits [C, V] into the distributed whole.
+    """
+    total = x_BTD.new_zeros((), dtype=torch.float32)
+    for x_CD, labels_C in zip(
+        x_BTD.flatten(0, 1).split(LOSS_CHUNK_TOKENS), labels_BT.flatten().split(LOSS_CHUNK_TOKENS), strict=True
+    ):
+        logits_CV = split_logits(F.linear(x_CD, weight_VD).float())
+        total = total + F.cross_entropy(logits_CV, labels_C, reduction="sum", ignore_index=IGNORE_INDEX)
+    return total
+
+
 class Qwen3(nn.Module):
     """The whole model. Build it under ``torch.device("meta")``, then `materialise` it."""
 
@@ -171,7 +210,7 @@ class Qwen3(nn.Module):
         self.rope = RotaryEmbedding(config)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.dim, eps=config.norm_eps)
-        self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.output = OutputProjection(config.dim, config.vocab_size)
         self.tie()
 
     def tie(self) -> None:
@@ -180,26 +219,18 @@ class Qwen3(nn.Module):
             self.output.weight = self.tok_embeddings.weight
 
     def materialise(self, device: torch.device) -> None:
-        """Give a meta-device model real, uninitialised storage: restores the tie and recomputes the rotary table."""
+        """Give a meta-device model real, uninitialised storage, each rank its shards: restores the tie and the rotary table."""
         self.to_empty(device=device)
         self.tie()
         self.rope.table_T2H = self.rope.compute(device)
 
-    @torch.no_grad()
-    def init_weights(self, generator: torch.Generator) -> None:
-        """Draw Qwen's initialisation: normal(0, init_std) for matrices, ones for norms.
+    def initialisation(self) -> Iterator[tuple[nn.Parameter, float | None]]:
+        """Yield each parameter with the standard deviation of its normal(0, std) at the start; None: all ones.
 
-        Values are drawn on the host, so that every device starts from the same weights.
-
-        Args:
-            generator: a CPU generator.
+        Qwen's own: every matrix alike, every norm one.
         """
         for parameter in self.parameters():
-            if parameter.dim() == 1:
-                parameter.fill_(1.0)
-            else:
-                drawn = torch.empty(parameter.shape, dtype=torch.float32)
-                parameter.copy_(drawn.normal_(0.0, self.config.init_std, generator=generator))
+            yield parameter, None if parameter.dim() == 1 else self.config.init_std
 
     def forward(
         self,
@@ -220,23 +251,7 @@ class Qwen3(nn.Module):
         x_BTD = self.tok_embeddings(tokens_BT)
         for block in self.layers:
             x_BTD = block(x_BTD, cos, sin, mask_B1TT)
-        x_BTD = self.norm(x_BTD)
-        if labels_BT is None:
-            return self.output(x_BTD)
-        return self.loss(x_BTD, labels_BT)
-
-    def loss(self, x_BTD: Tensor, labels_BT: Tensor) -> Tensor:
-        """Return the summed cross entropy of the output projection of final hidden states.
-
-        A few hundred tokens at a time: their logits stay in cache and need no large block of memory of their own.
-        """
-        total = x_BTD.new_zeros((), dtype=torch.float32)
-        for x_CD, labels_C in zip(
-            x_BTD.flatten(0, 1).split(LOSS_CHUNK_TOKENS), labels_BT.flatten().split(LOSS_CHUNK_TOKENS), strict=True
-        ):
-            logits_CV = self.output(x_CD).float()
-            total = total + F.cross_entropy(logits_CV, labels_C, reduction="sum", ignore_index=IGNORE_INDEX)
-        return total
+        return self.output(self.norm(x_BTD), labels_BT)
 
 
 def document_mask(documents_BT: Tensor) -> Tensor:

@@ -1,0 +1,171 @@
+"""All ranks of one run, seen from one of them: how they start, how they are arranged, what they tell each other.
+
+The order is the one that Trainium needs and no other device minds: environment variables, torch, the process group, and only
+then the device.
+
+Context parallelism is not offered: torch's own (torch.distributed.tensor.experimental.context_parallel, 2.13) replaces CUDA's
+attention kernels only.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import loss_parallel
+
+from backends.base import Backend
+from recipes.base import Recipe
+from training.record import RunFailed
+from training.world import World
+
+T = TypeVar("T")
+
+
+class RanksDisagree(RunFailed):
+    """The ranks are not about to do the same work; the message names a field and what each side has."""
+
+
+class Ranks:
+    """The ranks of one run. One process has no group, and then every method answers for it alone."""
+
+    def __init__(self, recipe: Recipe, world: World):
+        self.world = world
+        self.tensor = recipe.parallel.tensor_parallel_degree
+        self.shards = recipe.shard_degree(world.size)
+        self.data = recipe.data_parallel_size(world.size)
+        self.replicas = self.data // self.shards
+        self.limits = recipe.comm
+        self.mesh: DeviceMesh | None = None
+        """Axes dp_replicate, dp_shard and tp, of which only those are there that have more than one rank."""
+        self._control: dist.ProcessGroup | None = None
+
+    @property
+    def data_rank(self) -> int:
+        """Which of the data-parallel ranks this is: ranks that share matrices read the same samples."""
+        return self.world.rank // self.tensor
+
+    def connect(self, backend: Backend) -> None:
+        """Create the process group, before anything touches the device.
+
+        No device_id is passed: it would make groups be split off each other, which not every device's collectives can do.
+        A group on the host beside it carries what ranks tell each other; a device's collectives may refuse host tensors.
+        """
+        if self.world.size == 1:
+            return
+        timeout = timedelta(seconds=self.limits.first_step_timeout_seconds)
+        dist.init_process_group(backend.process_group, timeout=timeout)
+        control = dist.new_group(backend="gloo", timeout=timeout)
+        assert isinstance(control, dist.ProcessGroup)
+        self._control = control
+
+    def arrange(self, backend: Backend) -> None:
+        """Lay the ranks out: neighbours share matrices, then shards, then replicas. Touches the device."""
+        sizes = {"dp_replicate": self.replicas, "dp_shard": self.shards, "tp": self.tensor}
+        axes = {name: size for name, size in sizes.items() if size > 1}
+        if axes:
+            self.mesh = init_device_mesh(backend.name, tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+    def axis(self, *names: str) -> DeviceMesh | None:
+        """The part of the mesh with those of the named axes that are there. None: none of them is."""
+        there = tuple(name for name in names if self.mesh is not None and name in (self.mesh.mesh_dim_names or ()))
+        return self.mesh[there] if self.mesh is not None and there else None
+
+    def shorten_timeout(self, notify: Callable[[str], None]) -> None:
+        """Go over to the time-out of steady steps; say so where the device's process group cannot."""
+        if self.world.size == 1:
+            return
+        seconds = self.limits.step_timeout_seconds
+        with warnings.catch_warnings(record=True) as refused:
+            warnings.simplefilter("always")
+            for group in (dist.group.WORLD, *self._groups()):
+                dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+        if refused:
+            notify(
+                f"time-out: this device's collectives keep {self.limits.first_step_timeout_seconds:g} s; the watchdog ends a "
+                f"later step of more than {seconds:g} s instead"
+            )
+
+    def _groups(self) -> list[dist.ProcessGroup]:
+        return [] if self.mesh is None else [self.mesh.get_group(axis) for axis in range(self.mesh.ndim)]
+
+    def close(self) -> None:
+        """Leave the process group, if all is well: after a failure that would wait for ranks that are gone."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    # --- what ranks tell each other, over the host ----------------------------------------------------------------------
+
+    def gather(self, value: T) -> list[T]:
+        """Return everybody's value, by rank, on every rank."""
+        values: list[Any] = [value]
+        if self._control is not None:
+            values = [None] * self.world.size
+            dist.all_gather_object(values, value, group=self._control)
+        return values
+
+    def from_main(self, make: Callable[[], T]) -> T:
+        """Return what `make` gives on rank 0, on every rank. An exception there is raised everywhere."""
+        if self._control is None:
+            return make()
+        made: list[Any] = [None, None]
+        if self.world.is_main:
+            try:
+                made[0] = make()
+            except Exception as error:
+                made[1] = error
+        dist.broadcast_object_list(made, src=0, group=self._control)
+        if made[1] is not None:
+            raise made[1]
+        return made[0]
+
+    def require_same(self, facts: dict[str, Any]) -> None:
+        """Refuse to go on if ranks are about to do different work: their collectives would wait for each other for ever.
+
+        Raises:
+            RanksDisagree: on every rank, naming the first fact that differs, its values and a rank of each.
+        """
+        everybody = self.gather(facts)
+        for name, ours in everybody[0].items():
+            for rank, theirs in enumerate(everybody):
+                if theirs[name] != ours:
+                    raise RanksDisagree(
+                        f"the ranks are not about to do the same work: {name} is {ours!r} on rank 0 and {theirs[name]!r} on "
+                        f"rank {rank}; start all ranks from the same recipe, code, packages and data"
+                    )
+
+    def sum_losses(self, losses: Sequence[Tensor]) -> list[float]:
+        """Read losses [] from the device, each summed over the data-parallel ranks; waits for all of them."""
+        if self.data == 1 or not losses:
+            return [loss.item() for loss in losses]
+        total = torch.stack(list(losses))
+        dist.all_reduce(total)
+        return (total / self.tensor).tolist()
+
+    def contexts(self) -> AbstractContextManager[Any]:
+        """What forward and backward passes run in: with tensor parallelism, torch's loss over a split vocabulary."""
+        return loss_parallel() if self.tensor > 1 else nullcontext()
+
+    @contextmanager
+    def first_on_each_host(self) -> Iterator[None]:
+        """Run the body on one rank of each host, then on its others."""
+        is_first = self.world.local_rank == 0
+        if not is_first:
+            self.barrier()
+        try:
+            yield
+        finally:
+            if is_first:
+                self.barrier()
+
+    def barrier(self) -> None:
+        """Wait on the host until every rank is here."""
+        if self._control is not None:
+            self.gather(None)
