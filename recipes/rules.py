@@ -121,10 +121,10 @@ def _layout(recipe: Recipe, world_size: int):
             f"{world_size}, allowed: fewer; for replicas alone use --parallel.data_parallel_wrapper ddp"
         )
     whole_model = recipe.run.mode == "compile" and recipe.compile.region == "model"
-    if whole_model and tensor > 1 and parallel.activation_checkpointing == "full":
+    if whole_model and world_size > 1 and parallel.activation_checkpointing == "full":
         yield (
-            "compile.region: got model with tensor parallelism and activation_checkpointing full, which torch 2.13 cannot "
-            "compile, allowed: block; or use --parallel.activation_checkpointing selective"
+            "compile.region: got model with several ranks and activation_checkpointing full, which torch 2.13 cannot compile, "
+            "allowed: block; or use --parallel.activation_checkpointing selective"
         )
     if whole_model and data_parallel > 1 and wrapper != "simple_fsdp":
         yield (

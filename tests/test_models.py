@@ -55,6 +55,29 @@ def test_sequence_may_fill_the_rotary_table_and_no_more():
         model_config(Model(flavor="tiny"), seq_len=4_097)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "degree", "message"),
+    [
+        ({}, 16, "parallel.tensor_parallel_degree: got 16, allowed: a divisor of num_kv_heads = 8; lower it"),
+        ({"ffn_dim": 1001}, 2, "a divisor of ffn_dim = 1,001"),
+        ({"vocab_size": 1001}, 2, "a divisor of vocab_size = 1,001"),
+    ],
+)
+def test_a_network_that_cannot_be_split_is_refused(overrides: dict[str, int], degree: int, message: str):
+    with pytest.raises(ModelError) as caught:
+        model_config(Model(flavor="8B", **overrides), 4_096, degree)
+    assert message in str(caught.value)
+    assert model_config(Model(flavor="32B"), 4_096, 4) == FLAVORS["32B"]
+
+
+@pytest.mark.parametrize("flavor", ["0.6B", "32B"])
+def test_tiny_keeps_the_kind(flavor: str):
+    config = model_config(Model(flavor=flavor, tiny=True), 64, 4)
+    assert config.num_parameters < 2_000_000
+    assert (config.tied, config.rope_theta, config.norm_eps) == (FLAVORS[flavor].tied, 1_000_000.0, 1e-6)
+    assert model_config(Model(flavor=flavor, tiny=True, num_layers=3)).num_layers == 3
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_family_has_every_drawer(name: str):
     family = load_family(name)

@@ -1,5 +1,6 @@
 """Recipes and the command line: what is refused, and in which words."""
 
+import importlib
 import subprocess
 import sys
 from dataclasses import replace
@@ -61,6 +62,130 @@ def test_broken_rules_say_what_got_allowed_and_the_fix(path, value, words):
         change(DEBUG, path, value).check()
     assert words in str(refusal.value)
     assert "\n" not in str(refusal.value)
+
+
+TP4 = command_line.load("qwen3_8b_trn2")
+REPLICAS, SHARDS, TENSOR, WRAPPER = (
+    f"parallel.{name}"
+    for name in (
+        "data_parallel_replicate_degree",
+        "data_parallel_shard_degree",
+        "tensor_parallel_degree",
+        "data_parallel_wrapper",
+    )
+)
+WHOLE_MODEL = {"run.mode": "compile", "compile.region": "model"}
+
+
+@pytest.mark.parametrize(
+    "recipe, changes, world_size, words",
+    [
+        # D4: before a model is built.
+        (
+            TP4,
+            {"training.seq_len": 30},
+            64,
+            "got 30, allowed: a multiple of parallel.tensor_parallel_degree = 4",
+        ),
+        (
+            TP4,
+            {},
+            1,
+            "got 4 with ranks = 1, allowed: a divisor of the ranks; start more of them (torchrun",
+        ),
+        (TP4, {}, 6, "got 4 with ranks = 6"),
+        (
+            TP4,
+            {SHARDS: 8},
+            64,
+            "1 replicas x 8 shards x 4 tensor-parallel ranks, allowed: a product",
+        ),
+        (TP4, {REPLICAS: 3}, 64, "3 replicas x the remaining shards x 4"),
+        (TP4, {REPLICAS: 16}, 64, "leaves nothing to shard over"),
+        (
+            TP4,
+            {WRAPPER: "ddp"},
+            64,
+            "got ddp with 1 replicas x the remaining shards x 4 tensor-parallel",
+        ),
+        (
+            DEBUG,
+            {WRAPPER: "ddp", SHARDS: 2},
+            2,
+            "got ddp with 1 replicas x 2",
+        ),
+        (
+            DEBUG,
+            {"run.mode": "compile", "compile.region": "model"},
+            2,
+            "got model with data_parallel_wrapper fsdp2",
+        ),
+        (
+            TP4,
+            {**WHOLE_MODEL, "parallel.activation_checkpointing": "full"},
+            4,
+            "which torch 2.13 cannot compile, allowed: block",
+        ),
+        (
+            DEBUG,
+            {"parallel.prefetch_blocks": 1, WRAPPER: "simple_fsdp"},
+            2,
+            "parallel.prefetch_blocks: got 1 with data_parallel_wrapper simple_fsdp, allowed: 0",
+        ),
+        (DEBUG, {TENSOR: 0}, 1, "parallel.tensor_parallel_degree: got 0, allowed: more than 0"),
+        # B8: a time-out has a unit, and a value that was meant in another one is refused.
+        (DEBUG, {"comm.first_step_timeout_seconds": 7_200_000.0}, 1, "at most 604,800 (a week); the unit is seconds"),
+        (DEBUG, {"comm.step_timeout_seconds": 0.0}, 1, "comm.step_timeout_seconds: got 0.0, allowed: more than 0"),
+        (DEBUG, {"comm.heartbeat_seconds": float("nan")}, 1, "comm.heartbeat_seconds: got nan"),
+    ],
+)
+def test_a_layout_that_cannot_be_is_refused(recipe, changes, world_size, words):
+    for path, value in changes.items():
+        recipe = change(recipe, path, value)
+    with pytest.raises(RecipeError) as refusal:
+        recipe.check(world_size)
+    assert words in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_the_whole_time_out_is_taken_as_seconds():
+    recipe = change(DEBUG, "comm.first_step_timeout_seconds", 7200.0)
+    recipe.check()
+    assert "comm.first_step_timeout_seconds = 7200.0" in command_line.lines(recipe)
+
+
+def test_published_work_is_65_536_tokens_a_step():
+    for name in ("qwen3_8b_trn2", "qwen3_32b_trn2_eager", "qwen3_32b_trn2_compiled", "qwen3_32b_h200x8"):
+        recipe = command_line.load(name)
+        ranks = recipe.parallel.ranks
+        assert recipe.tokens_per_step(ranks) == 65_536
+        assert recipe.data_parallel_size(ranks) == recipe.shard_degree(ranks) == ranks // recipe.parallel.tensor_parallel_degree
+
+
+def test_the_compiled_recipe_differs_from_the_eager_one_where_it_says():
+    eager, compiled = (command_line.lines(command_line.load(f"qwen3_32b_trn2_{mode}")) for mode in ("eager", "compiled"))
+    assert set(compiled) - set(eager) == {"run.mode = 'compile'"}
+
+
+@pytest.mark.parametrize("name", [name for name in command_line.names() if name != "debug"])
+def test_every_recipe_says_hardware_launch_line_and_that_it_has_not_run(name):
+    text = (importlib.import_module(f"recipes.{name}").__doc__ or "").replace("\n", " ")
+    assert "Hardware:" in text or "Hardware," in text
+    assert f"launch_trn2.sh {name}" in text or f"train.py {name}" in text
+    assert f"{name} --tiny" in text
+    assert "ot yet run" in text
+
+
+def test_tiny_is_the_same_layout_on_the_cpu(capsys):
+    assert train.main(["qwen3_32b_trn2_compiled", "--tiny", "--dry-run", "--training.steps", "3"]) == 0
+    lines = set(capsys.readouterr().out.splitlines())
+    assert {"model.flavor = '32B'", "model.tiny = True", "run.device = 'cpu'", "run.mode = 'compile'"} <= lines
+    assert {
+        "parallel.tensor_parallel_degree = 4",
+        "parallel.ranks = 4",
+        "data.source = 'stdlib'",
+        "training.steps = 3",
+    } <= lines
 
 
 def test_several_broken_rules_are_named_at_once():
