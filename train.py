@@ -62,13 +62,19 @@ def main(arguments: list[str] | None = None) -> int:
         start(recipe, get_backend(recipe.run.device), world, timeline, arguments)
         return 0
     except (RecipeError, BackendUnavailable) as error:
-        print(f"error: {error}", file=sys.stderr)
+        complain(error)
         return 2
     except RunFailed as error:
-        print(f"error: {error}", file=sys.stderr)
+        complain(error)
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+def complain(error: Exception) -> None:
+    """Print one line, and of several ranks the one whose line it is."""
+    rank = os.environ.get("RANK")
+    print(f"error: {error}" if rank is None else f"error: rank {rank}: {error}", file=sys.stderr)
 
 
 def start(recipe: Recipe, backend: Backend, world: World, timeline: Timeline, arguments: list[str]) -> None:

@@ -118,17 +118,26 @@ class Backend(ABC):
         return ()
 
     def set_environment(self) -> tuple[EnvironmentVariable, ...]:
-        """Set what is wanted and not yet set, and return every wanted variable with the value in force and who set it.
+        """Set what is wanted and not yet set, and return every variable that was set for the run, with who set it.
 
         To be called once, before torch is imported: a second call finds the variables set and cannot tell by whom.
         """
-        result, by_launcher = [], os.environ.get(LAUNCHER_SET, "").split()
+        by_launcher = os.environ.get(LAUNCHER_SET, "").split()
+        result = []
         for name, value, reason in self.wanted_environment():
-            set_by: Literal["user", "launcher", "backend"] = "user" if name in os.environ else "backend"
-            if name in by_launcher:
-                set_by = "launcher"
+            set_by: Literal["user", "launcher", "backend"] = "backend"
+            if name in os.environ:
+                set_by = "launcher" if name in by_launcher else "user"
             result.append(EnvironmentVariable(name, os.environ.setdefault(name, value), reason, set_by))
-        return tuple(result)
+        known, reason = {variable.name for variable in result}, "the launcher's --dry-run says why"
+        return (
+            *result,
+            *(
+                EnvironmentVariable(name, os.environ[name], reason, "launcher")
+                for name in by_launcher
+                if name in os.environ and name not in known
+            ),
+        )
 
     # --- the device ---------------------------------------------------------------------------------------------------
 

@@ -167,6 +167,18 @@ def test_the_users_environment_wins(monkeypatch):
     ]
 
 
+def test_what_the_launcher_set_is_not_taken_for_the_users(monkeypatch):
+    """E10: every variable that was changed for the run is listed with who changed it."""
+    found = {"FIRSTSTEP_A": "1", "OMP_NUM_THREADS": "1", "FIRSTSTEP_LAUNCHER_SET": "FIRSTSTEP_A OMP_NUM_THREADS GONE "}
+    monkeypatch.setattr(os, "environ", found)
+    backend = FakeBackend(environment=(("FIRSTSTEP_A", "0", "a"), ("FIRSTSTEP_B", "2", "b")))
+    assert [(v.name, v.value, v.set_by) for v in backend.set_environment()] == [
+        ("FIRSTSTEP_A", "1", "launcher"),
+        ("FIRSTSTEP_B", "2", "backend"),
+        ("OMP_NUM_THREADS", "1", "launcher"),
+    ]
+
+
 def test_cache_counts_files_by_suffix(tmp_path):
     (tmp_path / "ab" / "cd").mkdir(parents=True)
     (tmp_path / "ab" / "cd" / "1.neff").write_bytes(b"12345")

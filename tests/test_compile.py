@@ -11,7 +11,14 @@ from recipes import command_line
 from recipes.base import RecipeError
 from tests.fake_backend import FakeBackend
 from tests.test_recipes import change
-from training.compile import CompileInactive, CompileWatch, cache_state, compile_keywords
+from training.compile import (
+    CacheUse,
+    CompileInactive,
+    CompileWatch,
+    cache_state,
+    cache_state_of_all,
+    compile_keywords,
+)
 
 
 class Net(nn.Module):
@@ -132,3 +139,29 @@ def test_an_option_that_the_device_does_not_honour_is_refused():
     recipe = change(change(command_line.load("debug"), "run.mode", "compile"), "compile.fullgraph", False)
     with pytest.raises(RecipeError, match=r"fullgraph.*got False.*allowed: True"):
         compile_keywords(recipe, backend)
+
+
+@pytest.mark.parametrize(
+    ("uses", "state"),
+    [
+        ([("a", 0, 3)], "cold"),
+        ([("a", 3, 0)], "warm"),
+        ([("a", 2, 1)], "partial"),
+        ([("a", 0, 0)], None),
+        ([("a", None, 3)], "unknown"),
+        ([], None),
+        # One rank compiles, the other finds what it has just written: that is cold.
+        ([("a", 0, 3), ("a", 3, 0)], "cold"),
+        ([("a", 1, 2), ("a", 2, 1)], "cold"),
+        ([("a", 2, 1), ("a", 3, 0)], "partial"),
+        ([("a", 3, 0), ("a", 3, 0)], "warm"),
+        # B6: caches of their own, one of them filled before.
+        ([("a", 3, 0), ("b", 0, 3)], "partial"),
+        ([("a", 0, 3), ("b", 0, 3)], "cold"),
+        ([("a", 3, 0), ("b", None, None)], "unknown"),
+        # A rank that asks for nothing says nothing about the cache.
+        ([("a", 0, 0), ("b", 0, 3)], "cold"),
+    ],
+)
+def test_b6_the_state_in_which_all_ranks_found_their_caches(uses, state):
+    assert cache_state_of_all([CacheUse(*use) for use in uses]) == state
