@@ -37,7 +37,6 @@ from training.world import World
 if TYPE_CHECKING:
     from backends import Backend
     from backends.base import EnvironmentVariable
-    from training.data import PackedBatches
     from training.distributed import Ranks
 
 REPOSITORY = Path(__file__).parent
@@ -94,6 +93,7 @@ def start(recipe: Recipe, backend: Backend, world: World, timeline: Timeline, ar
     ranks = Ranks(recipe, world)
     ranks.connect(backend)  # before the device is touched
     try:
+        ranks.require_same(work_facts(recipe))
         train(recipe, backend, ranks, timeline, arguments, environment)
     finally:
         ranks.close()
@@ -161,7 +161,7 @@ def train(
     optimizer, implementation = build_optimizer(model, recipe.optimizer, backend.adamw)
     timeline.mark(phases.OPTIMIZER_BUILD)
 
-    ranks.require_same(work_facts(recipe, train_data))
+    ranks.require_same({"data": train_data.source.fingerprint, "tokenizer": train_data.tokenizer.fingerprint})
     record = RunRecord(recipe, arguments, REPOSITORY, ranks.from_main(lambda: run_name(recipe)), writes=ranks.world.is_main)
     watch = CompileWatch(run.mode == "compile", backend.compile_cache)
     meter = Meter(backend.synchronize, sum_losses=ranks.sum_losses)
@@ -250,13 +250,11 @@ def train(
             console.note(f"weights: {folder}")
 
 
-def work_facts(recipe: Recipe, data: PackedBatches) -> dict[str, Any]:
+def work_facts(recipe: Recipe) -> dict[str, Any]:
     """Return what must be the same on all ranks before they wait for each other."""
     asked = (line.partition(" = ") for line in command_line.lines(recipe))
     return {
         **{name: value for name, _, value in asked},
-        "data fingerprint": data.source.fingerprint,
-        "tokenizer fingerprint": data.tokenizer.fingerprint,
         **{f"version of {package}": version for package, version in software()["packages"].items()},
     }
 

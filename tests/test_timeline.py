@@ -80,6 +80,32 @@ def test_a_system_that_does_not_report_process_creation_gives_no_figure():
     assert timeline.first_step_seconds == 0.0
 
 
+def test_another_thread_can_tell_what_the_loop_is_doing():
+    script = Script()
+    timeline = Timeline(script.clock, age=lambda: 0.0)
+    timeline.attach(script.wait, script.totals)
+    seen = [timeline.progress.current_phase]
+    for name in (*PHASES[:-1], "forward", "backward", "optimizer"):
+        timeline.mark(name)
+        seen.append(timeline.progress.current_phase)
+    assert seen == [
+        *(name.replace("_", " ") for name in PHASES[: PHASES.index("backward") + 1]),
+        *("forward or optimizer", "backward", "forward or optimizer", "first batch"),
+    ]
+
+
+def test_progress_goes_on_after_the_first_step_without_waiting_for_the_device():
+    script = Script()
+    timeline = Timeline(script.clock, age=lambda: 0.0)
+    timeline.attach(script.wait, script.totals)
+    timeline.mark("forward")
+    timeline.close()
+    waits, script.now = script.waits, 70.0
+    timeline.mark("first_batch")
+    assert timeline.progress == (2, "first_batch", 70.0)
+    assert script.waits == waits and timeline.phases["first_batch"].seconds == 0.0
+
+
 @pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="needs /proc")
 def test_process_age_moves_with_the_clock():
     before = process_age()

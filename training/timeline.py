@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 IMPORTS = "interpreter_and_imports"
 PROCESS_GROUP = "process_group"
@@ -65,11 +65,30 @@ class Phase:
     compile: CompileTotals = field(default_factory=CompileTotals)
 
 
+class Progress(NamedTuple):
+    """How far the loop is, as another thread may see it. Ranks of one run pass the same marks in the same order."""
+
+    num_marks: int
+    last_phase: str | None
+    """The phase that ended last."""
+    last_mark_at: float
+    """When that was, on the timeline's clock."""
+
+    @property
+    def current_phase(self) -> str:
+        """What has been going on since then, in words. After a backward pass only the loop knows what comes next."""
+        if self.last_phase == BACKWARD:
+            return "forward or optimizer"
+        following = PHASES.index(self.last_phase) + 1 if self.last_phase else 0
+        # After the optimizer's phase the loop asks for the batches of the next step.
+        return (PHASES[following] if following < len(PHASES) else FIRST_BATCH).replace("_", " ")
+
+
 class Timeline:
     """Splits the time since the process was created into phases without gaps.
 
-    Each `mark` ends the phase that it names; the next phase begins at the same moment. After `close` marks do nothing, so
-    the loop may keep them in its body and only step 1 pays for the synchronisation.
+    Each `mark` ends the phase that it names; the next phase begins at the same moment. After `close` a mark only notes how far
+    the loop is, so the loop may keep them in its body and only step 1 pays for the synchronisation.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter, age: Callable[[], float | None] | None = None):
@@ -87,6 +106,8 @@ class Timeline:
         self._compile_totals: Callable[[], CompileTotals] = CompileTotals
         self._compile_last = CompileTotals()
         self.open = True
+        self.progress = Progress(0, None, self._last)
+        """Replaced as a whole at every mark, so another thread never reads half of it."""
         self.phases: dict[str, Phase] = {name: Phase() for name in PHASES}
 
     def attach(self, synchronize: Callable[[], None], compile_totals: Callable[[], CompileTotals]) -> None:
@@ -97,9 +118,11 @@ class Timeline:
     def mark(self, phase: str) -> None:
         """End `phase` now; a phase marked twice accumulates."""
         if not self.open:
+            self.progress = Progress(self.progress.num_marks + 1, phase, self.clock())
             return
         self._synchronize()
         now, compiled = self.clock(), self._compile_totals()
+        self.progress = Progress(self.progress.num_marks + 1, phase, now)
         entry = self.phases[phase]
         entry.seconds += now - self._last
         entry.compile = entry.compile.plus(compiled.since(self._compile_last))
