@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,10 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.distributed.fsdp import fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy
 
 from models.qwen3.config import FLAVORS
 from models.qwen3.model import Block, Qwen3
-from models.qwen3.parallelize import parallelize
+from models.qwen3.parallelize import parallelize, saving_policy
 from training.initialise import initialise
 
 LAYOUTS = [(checkpointing, region) for checkpointing in ("none", "selective", "full") for region in (None, "block", "model")]
@@ -97,6 +101,38 @@ def test_one_compiled_function_serves_every_block(monkeypatch: pytest.MonkeyPatc
     options = {"max_autotune": False}
     parallelize(build(3), compile_region="block", compile_kwargs={"options": options})
     assert calls == [(Block.forward, options)] and calls[0][1] is options
+
+
+@pytest.mark.parametrize("product", [torch.ops.aten.mm.default, torch.ops.aten.linear.default])
+def test_selective_checkpointing_keeps_every_second_product(product: torch._ops.OpOverload):
+    """As mm or as linear: TorchNeuron does not take a linear apart."""
+    decide = saving_policy()
+    for is_recompute in (False, True):
+        context = SimpleNamespace(is_recompute=is_recompute)
+        kept = [decide(context, product) == CheckpointPolicy.MUST_SAVE for _ in range(7)]
+        assert kept == [True, False, True, False, True, False, True]
+        assert decide(context, torch.ops.aten.add.Tensor) == CheckpointPolicy.PREFER_RECOMPUTE
+        assert decide(context, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default) == CheckpointPolicy.MUST_SAVE
+
+
+def test_selective_checkpointing_computes_attention_once():
+    """Counted by the operator itself: three products of seven and attention are not computed again."""
+    counts: Counter[str] = Counter()
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            counts[str(function)] += 1
+            return function(*args, **(kwargs or {}))
+
+    calls = {}
+    for checkpointing in ("none", "selective", "full"):
+        counts.clear()
+        with Count():
+            loss_and_gradients(lay_out(build(4), checkpointing, None))
+        calls[checkpointing] = counts["aten.mm.default"], counts["aten._scaled_dot_product_flash_attention_for_cpu.default"]
+    products, attention = calls["none"]
+    assert calls["selective"] == (products + 4 * 3, attention)
+    assert calls["full"] == (products + 4 * 6, 2 * attention)  # the last product of a block is not needed again
 
 
 def test_checkpointing_keeps_fewer_activations_and_recomputes():

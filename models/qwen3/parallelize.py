@@ -177,14 +177,20 @@ def recomputed(forward: Callable[..., Tensor], **options: Any) -> Callable[..., 
 
 
 def _keep_what_is_dear():
+    return create_selective_checkpoint_contexts(saving_policy())
+
+
+def saving_policy() -> Callable[..., CheckpointPolicy]:
+    """Return a function that says for each operator of one block, in order, whether its result is kept."""
     products = {False: 0, True: 0}
     """Matrix products so far, in the forward pass and in the recomputation: both must decide alike."""
 
-    def policy(context, operator, *args, **kwargs) -> CheckpointPolicy:
+    def decide(context, operator, *args, **kwargs) -> CheckpointPolicy:
         name = str(operator).removesuffix(".default")
+        keep = name in _SAVED
         if name in _PRODUCTS:
             products[context.is_recompute] += 1
-            return CheckpointPolicy.MUST_SAVE if products[context.is_recompute] % 2 else CheckpointPolicy.PREFER_RECOMPUTE
-        return CheckpointPolicy.MUST_SAVE if name in _SAVED else CheckpointPolicy.PREFER_RECOMPUTE
+            keep = products[context.is_recompute] % 2 == 1
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
-    return create_selective_checkpoint_contexts(policy)
+    return decide
