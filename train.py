@@ -152,7 +152,7 @@ def train(
 
     model.materialise(device)
     if recipe.model.initial_weights is None:
-        initialise(model.initialisation(), run.seed)
+        initialise(model.initialisation(), run.seed, threads=ranks.world.host_threads)
     else:
         load_weights(model, family.adapter, recipe.model.initial_weights)
     network = replicated(model, recipe, ranks)

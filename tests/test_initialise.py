@@ -42,6 +42,13 @@ def test_blocks_matrices_and_seeds_have_streams_of_their_own():
     assert all(abs(block.mean()) < 0.05 and abs(block.std() - 1) < 0.05 for block in blocks)
 
 
+def test_threads_change_nothing():
+    alone, shared = (nn.Parameter(torch.empty(100, 1500)) for _ in range(2))
+    initialise([(alone, 0.5)], seed=0)
+    initialise([(shared, 0.5)], seed=0, threads=4)
+    assert torch.equal(alone, shared)
+
+
 def test_a_plain_parameter_is_all_here():
     parameter = nn.Parameter(torch.empty(3, 5))
     local, part = local_part(parameter)

@@ -7,7 +7,8 @@ shard touches and no others, and any number of ranks, split in any way, begin wi
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor, nn
@@ -18,23 +19,24 @@ BLOCK_ROWS, BLOCK_COLUMNS = 32, 512
 
 
 @torch.no_grad()
-def initialise(initialisation: Iterable[tuple[nn.Parameter, float | None]], seed: int) -> None:
+def initialise(initialisation: Iterable[tuple[nn.Parameter, float | None]], seed: int, threads: int = 1) -> None:
     """Fill materialised parameters on any device. Numbers are drawn on the host, so that every device has the same.
 
     Args:
         initialisation: each parameter with the standard deviation of its normal(0, std); None: all ones.
+        threads: of the host; they change the time that it takes, and nothing else.
     """
     first_stream = int.from_bytes(hashlib.blake2b(seed.to_bytes(8, "little"), digest_size=4).digest(), "little")
-    for parameter, std in initialisation:
-        local, part = local_part(parameter)
-        if std is None:
-            local.fill_(1.0)
-            continue
-        if local.numel():
-            local.copy_(draw(parameter.shape, part, first_stream).mul_(std))
-        first_stream += len(_blocks(slice(0, parameter.shape[0]), BLOCK_ROWS)) * len(
-            _blocks(slice(0, parameter.shape[1]), BLOCK_COLUMNS)
-        )
+    with ThreadPoolExecutor(threads) as pool:
+        for parameter, std in initialisation:
+            local, part = local_part(parameter)
+            if std is None:
+                local.fill_(1.0)
+                continue
+            if local.numel():
+                local.copy_(draw(parameter.shape, part, first_stream, pool.map).mul_(std))
+            rows, columns = (slice(0, size) for size in parameter.shape)
+            first_stream += len(_blocks(rows, BLOCK_ROWS)) * len(_blocks(columns, BLOCK_COLUMNS))
 
 
 def local_part(parameter: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
@@ -45,29 +47,32 @@ def local_part(parameter: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
     return parameter.to_local(), tuple(slice(start, start + size) for start, size in zip(offsets, shape, strict=True))
 
 
-def draw(shape: torch.Size, part: tuple[slice, ...], first_stream: int) -> Tensor:
+def draw(shape: torch.Size, part: tuple[slice, ...], first_stream: int, over: Callable[..., Iterator[None]] = map) -> Tensor:
     """Return part of a matrix of standard normal numbers, fp32 on the host.
 
     Args:
         shape: of the whole matrix, [rows, columns].
         first_stream: the random stream of its first block; each further block takes the next.
+        over: map, or one that works on several rows of blocks at a time.
     """
     rows, columns = part
     result = torch.empty(rows.stop - rows.start, columns.stop - columns.start)
-    generator = torch.Generator()
     blocks_in_a_row = len(_blocks(slice(0, shape[1]), BLOCK_COLUMNS))
-    for top in _blocks(rows, BLOCK_ROWS):
+
+    def draw_row(top: int) -> None:
+        generator = torch.Generator()
+        lower, upper = max(rows.start, top), min(rows.stop, top + BLOCK_ROWS)
         for left in _blocks(columns, BLOCK_COLUMNS):
             stream = first_stream + top // BLOCK_ROWS * blocks_in_a_row + left // BLOCK_COLUMNS
             generator.manual_seed(stream % 2**32)  # all that torch's host generator takes of a seed
-            block = torch.empty(min(BLOCK_ROWS, shape[0] - top), min(BLOCK_COLUMNS, shape[1] - left)).normal_(
-                generator=generator
-            )
-            lower, upper = max(rows.start, top), min(rows.stop, top + BLOCK_ROWS)
+            block = torch.empty(min(BLOCK_ROWS, shape[0] - top), min(BLOCK_COLUMNS, shape[1] - left))
+            block.normal_(generator=generator)
             near, far = max(columns.start, left), min(columns.stop, left + BLOCK_COLUMNS)
-            result[lower - rows.start : upper - rows.start, near - columns.start : far - columns.start] = block[
-                lower - top : upper - top, near - left : far - left
-            ]
+            wanted = block[lower - top : upper - top, near - left : far - left]
+            result[lower - rows.start : upper - rows.start, near - columns.start : far - columns.start] = wanted
+
+    for _ in over(draw_row, _blocks(rows, BLOCK_ROWS)):
+        pass
     return result
 
 

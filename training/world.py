@@ -47,6 +47,11 @@ class World:
         return world
 
     @property
+    def host_threads(self) -> int:
+        """This process's share of the host's cores."""
+        return max(1, (os.cpu_count() or 1) // self.local_size)
+
+    @property
     def is_main(self) -> bool:
         """Whether this process writes the record and speaks for all."""
         return self.rank == 0
