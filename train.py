@@ -70,7 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 130
 
 
-def complain(error: Exception) -> None:
+def complain(error: BaseException) -> None:
     """Print one line, and of several ranks the one whose line it is."""
     rank = os.environ.get("RANK")
     print(f"error: {error}" if rank is None else f"error: rank {rank}: {error}", file=sys.stderr)
@@ -90,11 +90,13 @@ def start(recipe: Recipe, backend: Backend, world: World, timeline: Timeline, ar
     from training.distributed import Ranks
 
     timeline.mark(phases.IMPORTS)
+    console = Console(recipe.training.steps, quiet=not world.is_main)
     ranks = Ranks(recipe, world)
     ranks.connect(backend)  # before the device is touched
     try:
-        ranks.require_same(work_facts(recipe))
-        train(recipe, backend, ranks, timeline, arguments, environment)
+        with ranks.watch(timeline, console.note, complain):
+            ranks.require_same(work_facts(recipe))
+            train(recipe, backend, ranks, console, timeline, arguments, environment)
     finally:
         ranks.close()
 
@@ -103,6 +105,7 @@ def train(
     recipe: Recipe,
     backend: Backend,
     ranks: Ranks,
+    console: Console,
     timeline: Timeline,
     arguments: list[str],
     environment: Sequence[EnvironmentVariable],
@@ -123,7 +126,6 @@ def train(
     timeline.mark(phases.PROCESS_GROUP)
 
     training, run, parallel = recipe.training, recipe.run, recipe.parallel
-    console = Console(training.steps, quiet=not ranks.world.is_main)
     config = model_config(recipe.model, training.seq_len, parallel.tensor_parallel_degree)
     compile_settings = compile_keywords(recipe, backend)
     with ranks.first_on_each_host():  # it fills the caches for the others
@@ -168,6 +170,7 @@ def train(
     flops = count_flops(config, training.seq_len)
     journal = Journal(recipe, record, console, meter, flops.flops_per_token, ranks.world.size)
     report = Report(recipe, backend, config, train_data, journal, timeline, watch, environment, implementation, ranks)
+    watchdog = ranks.watchdog
     timeline.attach(backend.synchronize, watch.totals)
 
     # Sharded weights are gathered in the type of the products; whole ones are cast where they are multiplied.
@@ -198,6 +201,7 @@ def train(
         timeline.mark(phases.DATA)
         meter.begin()
         for step in range(1, training.steps + 1):
+            watchdog.step = step
             if step == profiled.start and profiled:
                 profiling.enter_context(backend.profiler(record.folder / "profile"))
 
@@ -239,14 +243,16 @@ def train(
                     gc.collect()
                     gc.freeze()  # what exists now lives as long as the run: later collections need not walk it
                 if validates:
-                    journal.add_validation(step, *validate())
+                    with watchdog.task("validation"):
+                        journal.add_validation(step, *validate())
                     journal.add_compilations(watch.observe(step))
                 meter.begin()
 
         if recipe.checkpoint.export:
             folder, source = record.folder / "checkpoints" / "hf", recipe.model.initial_weights
-            save = train_data.tokenizer.save
-            export_weights(model, family.adapter, folder, save, step=training.steps, start=source, writes=ranks.world.is_main)
+            save, writes = train_data.tokenizer.save, ranks.world.is_main
+            with watchdog.task("the export of the weights"):
+                export_weights(model, family.adapter, folder, save, step=training.steps, start=source, writes=writes)
             console.note(f"weights: {folder}")
 
 

@@ -23,7 +23,10 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from backends.base import Backend
 from recipes.base import Recipe
+from training.rank_board import connect
 from training.record import RunFailed
+from training.timeline import Timeline
+from training.watchdog import Limits, Watchdog
 from training.world import World
 
 T = TypeVar("T")
@@ -46,6 +49,7 @@ class Ranks:
         self.mesh: DeviceMesh | None = None
         """Axes dp_replicate, dp_shard and tp, of which only those are there that have more than one rank."""
         self._control: dist.ProcessGroup | None = None
+        self.watchdog: Watchdog
 
     @property
     def data_rank(self) -> int:
@@ -65,6 +69,20 @@ class Ranks:
         control = dist.new_group(backend="gloo", timeout=timeout)
         assert isinstance(control, dist.ProcessGroup)
         self._control = control
+
+    def watch(self, timeline: Timeline, notify: Callable[[str], None], end: Callable[[BaseException], None]) -> Watchdog:
+        """Return the watchdog of this rank, to be entered; the process group must exist.
+
+        Args:
+            notify: prints a line.
+            end: called if the run has to be ended while the main thread is blocked.
+        """
+        limits = self.limits
+        seconds = Limits(limits.first_step_timeout_seconds, limits.step_timeout_seconds, limits.heartbeat_seconds)
+        rank, size = self.world.rank, self.world.size
+        board = connect(size) if size > 1 else None
+        self.watchdog = Watchdog(timeline, seconds, notify, end, rank=rank, world_size=size, board=board)
+        return self.watchdog
 
     def arrange(self, backend: Backend) -> None:
         """Lay the ranks out: neighbours share matrices, then shards, then replicas. Touches the device."""

@@ -65,6 +65,8 @@ class Report:
 
     def __enter__(self) -> Report:
         """Print the header and write down what is known before the first step."""
+        complain = self.ranks.watchdog.end
+        self.ranks.watchdog.end = lambda error: (self.close(error), complain(error))[-1]
         training, config, tokens = self.recipe.training, self.config, self.recipe.tokens_per_step(self.ranks.world.size)
         counts = {name: count_flops(config, training.seq_len, name) for name in NUMERATORS}
         data = self.data.describe()
@@ -171,7 +173,12 @@ class Report:
         return sorted(set.union(*graphs) - set.intersection(*graphs))
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Write the rest and close the record; an exception goes on to the caller."""
+        """Close the record; an exception goes on to the caller."""
+        # Where another rank is to blame, the record says so, and not what the broken collective said.
+        self.close(error if error is None else self.ranks.watchdog.explain(error))
+
+    def close(self, error: BaseException | None) -> None:
+        """Write the rest and close the record. The watchdog calls this where the main thread cannot."""
         status = "finished" if error is None else "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
         cause = None if error is None else _one_line(error)
         hours = self.timeline.elapsed() / 3600
@@ -242,8 +249,8 @@ class Report:
         if ranks == 1:
             return f"one rank, activation checkpointing {layout['activation_checkpointing']}"
         return (
-            f"{ranks} ranks = {self.ranks.replicas} replicas x {self.ranks.shards} shards x {self.ranks.tensor} tensor parallel, "
-            f"{layout['data_parallel_wrapper'] or 'no data parallel'}, "
+            f"{ranks} ranks = {self.ranks.replicas} replicas x {self.ranks.shards} shards x {self.ranks.tensor} tensor "
+            f"parallel, {layout['data_parallel_wrapper'] or 'no data parallel'}, "
             f"activation checkpointing {layout['activation_checkpointing']}"
         )
 

@@ -1,0 +1,58 @@
+"""Signals, seen by a thread other than the main one.
+
+Python runs signal handlers in the main thread, between two of its own instructions: never while that thread is blocked in a
+collective. The C handler before it writes the signal's number to a file descriptor, and that one a thread can wait for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+
+_open: set[Wakeup] = set()
+
+
+class Wakeup:
+    """A pipe that a thread sleeps on: `ring` and signals wake it. Open it in the main thread, or it hears no signals."""
+
+    def __init__(self) -> None:
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._read, False)
+        os.set_blocking(self._write, False)
+        self._poll = select.poll()
+        self._poll.register(self._read, select.POLLIN)
+        self._previous: int | None = None
+        with contextlib.suppress(ValueError):  # not the main thread
+            self._previous = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        _open.add(self)
+
+    def ring(self) -> None:
+        """Wake the thread."""
+        with contextlib.suppress(BlockingIOError):  # the pipe is full of reasons to wake up
+            os.write(self._write, b"\0")
+
+    def sleep(self, seconds: float) -> set[int]:
+        """Wait that long at most; return the signals that arrived."""
+        if not self._poll.poll(1000 * seconds):
+            return set()
+        return set(os.read(self._read, 4096)) - {0}
+
+    def close(self) -> None:
+        """Give the signals back to whoever had them before."""
+        _open.discard(self)
+        if self._previous is not None:
+            signal.set_wakeup_fd(self._previous)
+        os.close(self._read)
+        os.close(self._write)
+
+
+def _forget() -> None:
+    """A forked child shares the pipe: a signal sent to it alone would be taken for one to its parent."""
+    if _open:
+        signal.set_wakeup_fd(-1)
+        _open.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
