@@ -199,8 +199,11 @@ class Neighbours:
         everybody = self.board is None or len(self.statuses) == self.world_size - 1
         return everybody and all(self.board is None or status.state != RUNNING for status in self.statuses.values())
 
-    def all_left(self) -> bool:
-        """Whether nobody is there any more who has not heard how the run ends."""
+    def may_leave(self) -> bool:
+        """Whether everybody has heard how the run ends, and whoever failed has left: launchers blame the first to leave."""
+        culprit = self.statuses.get(self.failure.rank) if self.failure and self.failure.rank is not None else None
+        if culprit is not None and culprit.process_is_alive:
+            return False
         return all(status.state != RUNNING or self.how_lost(status) for status in self.statuses.values())
 
     def waiting_for(self, own: Status) -> str | None:

@@ -10,6 +10,7 @@ import secrets
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import asdict, is_dataclass
 from datetime import UTC, datetime
@@ -46,6 +47,7 @@ class RunRecord:
         """
         name, self.writes = name or run_name(recipe), writes
         self.folder = Path(recipe.run.output_dir) / name
+        self._lock = threading.Lock()
         self.content: dict[str, Any] = {}
         if not writes:
             return
@@ -80,10 +82,11 @@ class RunRecord:
         """Replace record.json in one move."""
         if not self.writes:
             return
-        text = json.dumps(_plain(self.content), indent=2, allow_nan=False)
-        unfinished = self.folder / ".record.json.partial"
-        unfinished.write_text(text + "\n", encoding="ascii")
-        os.replace(unfinished, self.folder / "record.json")
+        with self._lock:  # the watchdog closes the record where the main thread cannot
+            text = json.dumps(_plain(self.content), indent=2, allow_nan=False)
+            unfinished = self.folder / ".record.json.partial"
+            unfinished.write_text(text + "\n", encoding="ascii")
+            os.replace(unfinished, self.folder / "record.json")
 
     def append_steps(self, steps: Sequence[Any]) -> None:
         """Add one line per optimizer step (training.metrics.Step) to steps.jsonl."""

@@ -17,6 +17,7 @@ from training.flops import NUMERATORS, ModelShape, count_flops, mfu
 from training.journal import Journal
 from training.record import software
 from training.timeline import Timeline
+from training.wakeup import undisturbed
 
 if TYPE_CHECKING:
     from backends.peak_flops import Peak
@@ -62,6 +63,9 @@ class Report:
     peaks: list[Peak] = field(default_factory=list)
     first_steps: list[RankFirstStep] = field(default_factory=list)
     """Of all ranks, by rank; empty until the first step is over."""
+
+    def __post_init__(self) -> None:
+        self._graphs_before = len(self.backend.compiled_graphs() or ())
 
     def __enter__(self) -> Report:
         """Print the header and write down what is known before the first step."""
@@ -139,6 +143,7 @@ class Report:
 
     def _gather_ranks(self) -> None:
         """Learn from every rank how its first step went, and say so where they differ."""
+        graphs = self.backend.compiled_graphs()
         own = RankFirstStep(
             rank=self.ranks.world.rank,
             host=socket.gethostname(),
@@ -147,7 +152,7 @@ class Report:
             compile_seconds=self.watch.totals().compile_seconds,
             phases={name: phase.seconds for name, phase in self.timeline.phases.items()},
             cache=self.watch.cache_use(),
-            compiled_graphs=self.backend.compiled_graphs(),
+            compiled_graphs=None if graphs is None else graphs[self._graphs_before :],
         )
         self.first_steps = self.ranks.gather(own)
         note = self.journal.console.note
@@ -175,7 +180,9 @@ class Report:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Close the record; an exception goes on to the caller."""
         # Where another rank is to blame, the record says so, and not what the broken collective said.
-        self.close(error if error is None else self.ranks.watchdog.explain(error))
+        cause = error if error is None else self.ranks.watchdog.explain(error)
+        with undisturbed():  # a launcher asks the survivors of a failure to stop: after the record is closed
+            self.close(cause)
 
     def close(self, error: BaseException | None) -> None:
         """Write the rest and close the record. The watchdog calls this where the main thread cannot."""

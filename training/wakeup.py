@@ -10,8 +10,28 @@ import contextlib
 import os
 import select
 import signal
+from collections.abc import Iterator
 
 _open: set[Wakeup] = set()
+STOPS = (signal.SIGINT, signal.SIGTERM)
+"""Signals that ask a run to stop."""
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Let no signal raise anything in the body: launchers send one to ranks that are ending already. A Wakeup still hears it.
+
+    Outside of the main thread it does nothing, and need not.
+    """
+    previous = {}
+    with contextlib.suppress(ValueError):  # not the main thread
+        for number in STOPS:
+            previous[number] = signal.signal(number, lambda *_: None)
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 class Wakeup:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import sys
 import threading
 import traceback
@@ -25,7 +24,7 @@ from training.rank_observer import Observer
 from training.rank_status import DONE, ENDING, INTERRUPTED, RUNNING, heartbeat
 from training.record import RunFailed
 from training.timeline import Timeline
-from training.wakeup import Wakeup
+from training.wakeup import STOPS, Wakeup, undisturbed
 
 _TICK_SECONDS, _HURRY_SECONDS, _ARRIVAL_SECONDS = 1.0, 0.1, 5.0
 _GRACE_SECONDS = 5.0
@@ -131,14 +130,13 @@ class Watchdog:
             RankFailed: if the run has failed on another rank, instead of what that caused here.
         """
         told = error
-        try:
+        with undisturbed():
             if error is not None:
                 told = self.explain(error)
             elif self._explained is None:
                 self._claim()
                 told = None if self.failure is None else RankFailed(self.failure.message)
                 self.own.state = DONE if told is None else ENDING
-        finally:
             self._stop = True
             self._ring()
             self._thread.join(_LINGER_DONE_SECONDS + 2)
@@ -155,8 +153,9 @@ class Watchdog:
         main thread's to close.
         """
         if self._explained is None:
-            self._claim()
-            self._explained = self._cause_of(error) if self.world_size > 1 else error
+            with undisturbed():
+                self._claim()
+                self._explained = self._cause_of(error) if self.world_size > 1 else error
         return self._explained
 
     def _cause_of(self, error: BaseException) -> BaseException:
@@ -214,7 +213,7 @@ class Watchdog:
             arriving = waited < _ARRIVAL_SECONDS and len(self.neighbours.statuses) < self.world_size - 1
             hurry = arriving or self._hurry or self._failed_at is not None or self._signalled_at is not None
             signals = self._wakeup.sleep(_HURRY_SECONDS if hurry else max(_TICK_SECONDS, self.world_size / 64))
-            if self._signalled_at is None and signals & {signal.SIGINT, signal.SIGTERM}:
+            if self._signalled_at is None and signals & set(STOPS):
                 self._signalled_at = self.clock()
         self._linger()
 
@@ -293,7 +292,7 @@ class Watchdog:
         self.tick()
         needed = self.neighbours.depend_on_us or self.failure is not None
         while needed and self.neighbours.board is not None and (stayed := self.clock() - began) < longest:
-            if stayed >= shortest and self.neighbours.all_left():
+            if stayed >= shortest and self.neighbours.may_leave():
                 return
             threading.Event().wait(_HURRY_SECONDS)
             self.tick()
