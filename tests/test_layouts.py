@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import jsonschema
 import pytest
 
+from tests import simulated_neuron
 from tests.ranks import Trained, train
 from tests.test_train import SCHEMA
 
@@ -63,6 +62,11 @@ def arguments(layout: str, device: str) -> list[str]:
     return [recipe, *common, *batch, "--run.device", device, *rest]
 
 
+def on_the_stand_in(layout: str) -> str:
+    """There the device has a compile backend of its own."""
+    return layout.replace(" --compile.backend aot_eager", "")
+
+
 def deviation(run: Trained, reference: Trained) -> tuple[float, float]:
     """The largest relative differences of losses and of gradient norms over ten steps."""
     assert len(run.steps) == len(reference.steps) == 10
@@ -87,10 +91,8 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trained]:
     return {kind(layout): run for layout, run in zip(layouts, runs, strict=True)}
 
 
-def check(world_size: int, references: dict[str, Trained], folder: Path, device: str = "cpu", **options) -> list[Trained]:
-    """Train every layout of so many ranks, and hold each against one process."""
-    layouts = LAYOUTS[world_size]
-    runs = train([arguments(layout, device) for layout in layouts], world_size, folder, **options)
+def check(layouts: list[str], references: dict[str, Trained], runs: list[Trained], world_size: int) -> None:
+    """Hold each run against one process, and its record against the schema."""
     problems = []
     for layout, run in zip(layouts, runs, strict=True):
         assert run.codes == [0] * world_size, layout
@@ -110,10 +112,29 @@ def check(world_size: int, references: dict[str, Trained], folder: Path, device:
         )
         assert [rank["rank"] for rank in run.record["timing"]["ranks"]] == list(range(world_size))
     assert problems == []
-    return runs
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("world_size", LAYOUTS)
 def test_every_layout_trains_like_one_process(world_size, references, tmp_path):
-    check(world_size, references, tmp_path)
+    layouts = LAYOUTS[world_size]
+    runs = train([arguments(layout, "cpu") for layout in layouts], world_size, tmp_path)
+    check(layouts, references, runs, world_size)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("world_size", LAYOUTS)
+def test_every_layout_trains_like_one_process_on_the_stand_in(world_size, references, tmp_path):
+    layouts = [on_the_stand_in(layout) for layout in LAYOUTS[world_size]]
+    environment = simulated_neuron.environment(tmp_path)
+    module = "tests.simulated_neuron.train"
+    runs = train(
+        [arguments(layout, "neuron") for layout in layouts], world_size, tmp_path, environment=environment, module=module
+    )
+    check(layouts, references, runs, world_size)
+    for layout, run in zip(layouts, runs, strict=True):
+        assert run.record["environment"]["device"] == "neuron"
+        assert run.record["fallbacks"] == {}
+        if run.record["compile"]["mode"] == "compile":
+            assert run.record["compile"]["backend"] == "neuron"
+            assert run.record["compile"]["rank_dependent_graphs"] == [], (layout, run.record["id"])

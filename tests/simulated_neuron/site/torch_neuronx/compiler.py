@@ -75,11 +75,12 @@ def _compiler(direction: str) -> Callable[[GraphModule, Sequence[Any]], Callable
 
 
 def text_of(graph: GraphModule, inputs: Sequence[Any]) -> str:
-    """Return what is compiled: operators, constants, and the types of the inputs. Names of process groups are left out.
+    """Return what is compiled: operators, constants, and the types of the inputs.
 
-    Ranks whose groups have other members run the same program with other partners. A rank's number inside the graph stays.
+    Left out are the names of process groups and the index of the device: ranks with other partners and another core run the
+    same program. A rank's number among the graph's constants stays.
     """
-    code = graph.graph.python_code("self").src
+    code = re.sub(r"type='neuron', index=\d+", "type='neuron'", graph.graph.python_code("self").src)
     code = "\n".join(re.sub(r"'\w+'\)", "group)", line) if "_c10d_functional" in line else line for line in code.splitlines())
     types = [(tuple(value.shape), tuple(value.stride()), str(value.dtype)) for value in inputs if isinstance(value, torch.Tensor)]
     return f"{code}\n{types}"

@@ -33,12 +33,14 @@ def key_of(text: str) -> str:
     return hashlib.blake2b("\0".join([VERSION, *flags, text]).encode(), digest_size=16).hexdigest()
 
 
-def fetch(key: str, seconds: float) -> bool:
+def fetch(text: str, seconds: float, *, is_graph: bool = False) -> bool:
     """Make sure that a graph is compiled, and return whether that was found in a cache.
 
     Args:
+        text: what is compiled. The file holds it, so that two of them can be compared.
         seconds: what compiling it takes.
     """
+    key = key_of(text)
     if key in _loaded:
         metrics.count("InMemoryHits")
         return True
@@ -51,16 +53,17 @@ def fetch(key: str, seconds: float) -> bool:
         found = file.is_file() and file.stat().st_size > 0  # an empty file is a damaged entry, and compiled again
         metrics.count("PersistentHits" if found else "PersistentMisses")
         if not found:
-            _compile(key, file, seconds)
+            _compile(text, file, seconds, is_graph)
             metrics.count("TotalCompilations")
     _loaded.add(key)
     return found
 
 
-def _compile(key: str, file: Path, seconds: float) -> None:
-    rank = os.environ.get("RANK", "0")
-    seconds += float(_for_rank("FIRSTSTEP_SIMULATED_COMPILE_SECONDS_RANK", rank) or 0) if seconds or _is_graph(key) else 0
-    code = _for_rank("FIRSTSTEP_SIMULATED_COMPILER_EXIT", rank) or "0"
+def _compile(text: str, file: Path, seconds: float, is_graph: bool) -> None:
+    rank, code = os.environ.get("RANK", "0"), "0"
+    if is_graph:
+        seconds += float(_for_rank("FIRSTSTEP_SIMULATED_COMPILE_SECONDS_RANK", rank) or 0)
+        code = _for_rank("FIRSTSTEP_SIMULATED_COMPILER_EXIT", rank) or "0"
     if seconds > 0 or code != "0":
         log = file.with_suffix(".log")
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -71,29 +74,20 @@ def _compile(key: str, file: Path, seconds: float) -> None:
             raise NEFFCompilationError(f"neuronx-cc exited with {returned}: {' '.join(command)}; its log is {log}")
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_suffix(f".{os.getpid()}")
-    partial.write_bytes(b"stand-in NEFF " + key.encode())
+    partial.write_text(text)
     partial.replace(file)
-
-
-_graphs: set[str] = set()
 
 
 def fetch_graph(text: str) -> tuple[str, float]:
     """Make sure that a compiled graph is there; return its key and how long that took in seconds."""
-    key = key_of(text)
-    _graphs.add(key)
     began = time.perf_counter()
-    fetch(key, float(os.environ.get("FIRSTSTEP_SIMULATED_COMPILE_SECONDS", "0")))
-    return key, time.perf_counter() - began
+    fetch(text, float(os.environ.get("FIRSTSTEP_SIMULATED_COMPILE_SECONDS", "0")), is_graph=True)
+    return key_of(text), time.perf_counter() - began
 
 
 def fetch_operator(name: str, arguments: str) -> None:
     """The same for one eager operator with arguments of these types and shapes."""
-    fetch(key_of(f"eager {name}{arguments}"), float(os.environ.get("FIRSTSTEP_SIMULATED_EAGER_COMPILE_SECONDS", "0")))
-
-
-def _is_graph(key: str) -> bool:
-    return key in _graphs
+    fetch(f"eager {name}{arguments}", float(os.environ.get("FIRSTSTEP_SIMULATED_EAGER_COMPILE_SECONDS", "0")))
 
 
 def _for_rank(name: str, rank: str) -> str | None:
