@@ -23,6 +23,9 @@ _SIGNS = (
     "timed out",
 )
 
+_OWN = ("OutOfMemoryError", "TorchDynamoException")
+"""A rank's own, even where they are raised inside a collective's code or quote a graph that has collectives in it."""
+
 
 def may_be_collateral(error: BaseException) -> bool:
     """Return whether another rank may have caused `error`: a collective's error, or a launcher's signal to the survivors."""
@@ -31,6 +34,8 @@ def may_be_collateral(error: BaseException) -> bool:
     while link is not None and id(link) not in seen:
         if isinstance(link, RunFailed):
             return False  # it knows its own reason
+        if any(kind.__name__ in _OWN for kind in type(link).__mro__):
+            return False
         if isinstance(link, KeyboardInterrupt | ConnectionError):
             return True
         if isinstance(link, RuntimeError) and _is_of_a_collective(link):
@@ -50,6 +55,13 @@ def _is_of_a_collective(error: RuntimeError) -> bool:
 
 
 def one_line(error: BaseException) -> str:
-    """Return the first line of an exception's message, with its type where the message does not speak for itself."""
-    text = next(iter(str(error).strip().splitlines()), "")
-    return text if isinstance(error, RunFailed) and text else f"{type(error).__name__}: {text}".removesuffix(": ")
+    """Return the first line of an exception's message, with its type where the message does not speak for itself.
+
+    A line that ends in a colon only announces the next one, as torch's compiler does with what a backend raised.
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = " ".join(lines[: next((n for n, line in enumerate(lines, 1) if not line.endswith(":")), len(lines))])
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    ours = type(error).__module__.startswith(("training", "recipes"))
+    return text if ours and text else f"{type(error).__name__}: {text}".removesuffix(": ")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 from training.processes import ChildCompiler, machine_id, read_process
@@ -105,7 +105,12 @@ def furthest_behind(statuses: Collection[Status]) -> list[Status]:
         return []
     least = min((status.step, status.num_marks) for status in active)
     behind = [status for status in active if (status.step, status.num_marks) == least]
-    for slower in (lambda status: status.is_compiling, lambda status: status.collective is None):
+    slower_ones: tuple[Callable[[Status], bool], ...] = (
+        lambda status: status.is_compiling,
+        lambda status: status.compiler is not None,  # torch.compile may itself wait for another rank's compiler
+        lambda status: status.collective is None,
+    )
+    for slower in slower_ones:
         fewer = [status for status in behind if slower(status)]
         behind = fewer or behind
     return behind if len(behind) < len(statuses) else []

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from backends.base import Backend, EnvironmentVariable
 from recipes.base import Recipe
 from training import timeline as phases
+from training.collateral import one_line
 from training.compile import CacheUse, CompileWatch
 from training.console import gigabytes, percent, seconds
 from training.flops import NUMERATORS, ModelShape, count_flops, mfu
@@ -187,7 +188,7 @@ class Report:
     def close(self, error: BaseException | None) -> None:
         """Write the rest and close the record. The watchdog calls this where the main thread cannot."""
         status = "finished" if error is None else "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-        cause = None if error is None else _one_line(error)
+        cause = None if error is None else one_line(error)
         hours = self.timeline.elapsed() / 3600
         price = self.recipe.run.price_per_hour
         self.journal.close()
@@ -293,11 +294,3 @@ def _compile_text(compiled: dict[str, Any]) -> str:
     breaks, late = sum(compiled["graph_breaks"].values()), len(compiled["late_compiles"])
     cost = f"{compiled['graphs']} graphs, {compiled['compile_seconds']:.2f} s (tracing {compiled['trace_seconds']:.2f} s)"
     return f"{cost}, cache {compiled['cache']['state']}, {breaks} graph breaks, {late} late"
-
-
-def _one_line(error: BaseException) -> str:
-    """Return the first line of an exception's message, with its type where the message does not speak for itself."""
-    text = next(iter(str(error).strip().splitlines()), "")
-    if isinstance(error, KeyboardInterrupt):
-        return "interrupted"
-    return text if type(error).__module__.startswith(("training", "recipes")) and text else f"{type(error).__name__}: {text}"

@@ -33,7 +33,9 @@ class NeuronCompilationMetrics:
 METRICS: list[NeuronCompilationMetrics] = []
 
 
-def neuron_backend(graph: GraphModule, inputs: Sequence[Any], *, options: dict[str, Any] | None = None, mode: str | None = None):
+def neuron_backend(
+    graph: GraphModule, inputs: Sequence[Any], *, options: dict[str, Any] | None = None, mode: str | None = None
+):
     """Compile one graph that Dynamo has captured.
 
     Raises:
@@ -82,5 +84,7 @@ def text_of(graph: GraphModule, inputs: Sequence[Any]) -> str:
     """
     code = re.sub(r"type='neuron', index=\d+", "type='neuron'", graph.graph.python_code("self").src)
     code = "\n".join(re.sub(r"'\w+'\)", "group)", line) if "_c10d_functional" in line else line for line in code.splitlines())
-    types = [(tuple(value.shape), tuple(value.stride()), str(value.dtype)) for value in inputs if isinstance(value, torch.Tensor)]
+    types = [
+        (tuple(value.shape), tuple(value.stride()), str(value.dtype)) for value in inputs if isinstance(value, torch.Tensor)
+    ]
     return f"{code}\n{types}"
