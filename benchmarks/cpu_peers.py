@@ -20,6 +20,7 @@ import platform
 import statistics
 import sys
 import tempfile
+from types import SimpleNamespace
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -64,15 +65,17 @@ def ours(gate: Gate, mode: str, dtype: str) -> None:
     from recipes import command_line
     from training.packing import Batch
     from training.timeline import Timeline
+from training.world import World
 
     class FixedBatches:
         """Hands out the same batch at every step."""
 
-        epoch, tokenizer = 0, None
+        epoch = 0
+        source = tokenizer = SimpleNamespace(fingerprint="seed 0")
 
         def __init__(self):
             inputs, labels = tokens()
-            self.batch = Batch(inputs, labels, num_valid_tokens=TOKENS)
+            self.batch = Batch(inputs, labels, num_valid_tokens=TOKENS, num_valid_tokens_of_all_ranks=TOKENS)
 
         def __next__(self):
             gate.step()
@@ -90,7 +93,7 @@ def ours(gate: Gate, mode: str, dtype: str) -> None:
         validation=replace(debug.validation, every_steps=0),
         run=replace(debug.run, mode=mode, output_dir=tempfile.mkdtemp(prefix="cpu_peers-"), log_every=10),
     )
-    train.train(recipe, get_backend("cpu"), Timeline(), [])
+    train.start(recipe, get_backend("cpu"), World(), Timeline(), [])
 
 
 def plain_loop(gate: Gate, mode: str, dtype: str, model, blocks, logits: Callable) -> None:
