@@ -20,11 +20,11 @@ import platform
 import statistics
 import sys
 import tempfile
-from types import SimpleNamespace
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.connection import Connection
+from types import SimpleNamespace
 
 DIM, LAYERS, HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB = 256, 8, 8, 4, 32, 768, 4_096
 BATCH, SEQ_LEN = 4, 512
@@ -65,7 +65,7 @@ def ours(gate: Gate, mode: str, dtype: str) -> None:
     from recipes import command_line
     from training.packing import Batch
     from training.timeline import Timeline
-from training.world import World
+    from training.world import World
 
     class FixedBatches:
         """Hands out the same batch at every step."""
