@@ -2,16 +2,17 @@
 
 While a module runs, its weights are whole; outside of a forward pass they are the shards, as with torch's fully_shard. Each
 read is one all-gather, and its gradient one reduce-scatter, so a module reads a weight once and keeps it in a variable.
-Frozen weights, modules that already are sharded and modules that keep their weights elsewhere (nn.LSTM) are no special case.
+nn.LSTM and its kind read weights often and keep what they read: right, but gathered several times and whole from then on.
 
 Source of the idea: SimpleFSDP, arXiv:2411.00284.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -36,8 +37,8 @@ def simple_fsdp(
     """Split every parameter by rows over the data-parallel ranks, in place; names and state_dict keys stay.
 
     Parameters may be on the meta device; otherwise each rank brings the same values. Submodules that an earlier call has
-    sharded stay as they are. Gradients are averaged over the mesh and end as shards of the parameter's own type. Slices and
-    placements are those of fully_shard.
+    sharded stay as they are, and what is tied stays tied within a call. Gradients are averaged over the mesh and end as shards
+    of the parameter's own type. Slices and placements are those of fully_shard.
 
     Args:
         mesh: one axis, the ranks to shard over; or two, copies and shards. Parameters that already are split over another axis
@@ -54,28 +55,28 @@ def simple_fsdp(
     if mesh.ndim not in (1, 2):
         raise ValueError(f"mesh: got {mesh.ndim} axes, allowed: 1 (shards) or 2 (copies, shards)")
     groups = [mesh.get_group(axis).group_name for axis in range(mesh.ndim)]
-    sharded: dict[nn.Parameter, tuple[nn.Parameter, _Layout]] = {}  # a tied parameter is met in several modules
-    for path, owner in module.named_modules():
+    for name, parameter in module.named_parameters():
+        if parameter.dim() == 0:
+            raise ValueError(f"{name}: got a scalar, allowed: parameters with rows to split; make it [1]")
+    sharded: dict[Tensor, tuple[nn.Parameter, _Layout]] = {}  # a tied parameter is met in several modules
+    for owner in module.modules():
         if isinstance(owner, _Sharded):
             continue
         layouts = {}
         for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
-            if parameter.dim() == 0:
-                raise ValueError(f"{path}.{name}: got a scalar, allowed: parameters with rows to split; make it [1]")
             if parameter not in sharded:
-                local = _local(parameter.detach())
                 layout = _Layout(
                     shard_group=groups[-1],
                     shards=mesh.size(-1),
                     copy_group=groups[0] if mesh.ndim == 2 else None,
                     ranks=mesh.size(),
-                    rows=local.shape[0],
+                    rows=_local(parameter).shape[0],
                     param_dtype=param_dtype,
                     reduce_dtype=reduce_dtype,
                     reshard=reshard_after_forward,
                     inner=(parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None,
                 )
-                sharded[parameter] = _shard(parameter, local, mesh, layout), layout
+                sharded[parameter] = _shard(parameter, mesh, layout), layout
             owner._parameters[name], layouts[name] = sharded[parameter]
         owner.__class__ = _sharded_class(type(owner), tuple(layouts.items()))
 
@@ -103,25 +104,21 @@ class _Layout:
         return -(-self.rows // self.shards)
 
 
-def _shard(parameter: nn.Parameter, local: Tensor, mesh: DeviceMesh, layout: _Layout) -> nn.Parameter:
+def _shard(parameter: Tensor, mesh: DeviceMesh, layout: _Layout) -> nn.Parameter:
     first = min(layout.rows, layout.rows_per_shard * mesh.get_local_rank(mesh.ndim - 1))
     rows = min(layout.rows_per_shard, layout.rows - first)
     # A copy: a view would keep the whole parameter's memory.
-    shard = local.narrow(0, first, rows).clone(memory_format=torch.contiguous_format)
+    shard = _local(parameter.detach()).narrow(0, first, rows).clone(memory_format=torch.contiguous_format)
     placements: tuple[Placement, ...] = (Shard(0),)
     if layout.inner is not None:
         inner_mesh, inner = layout.inner
-        interleaved = 1
-        for axis, placement in enumerate(inner):
-            interleaved *= inner_mesh.size(axis) if placement.is_shard(0) else 1
-        if interleaved > 1:
-            # Tensor parallel has cut the rows first, although its axis is the last of the joint mesh.
-            placements = (_StridedShard(0, split_factor=interleaved),)
-        placements, mesh = (*placements, *inner), DeviceMesh._concatenate([mesh, inner_mesh])
+        cuts = math.prod(inner_mesh.size(axis) for axis, placement in enumerate(inner) if placement.is_shard(0))
+        if cuts > 1:  # tensor parallel has cut the rows first, although its axis is the last of the joint mesh
+            placements = (_StridedShard(0, split_factor=cuts),)
+        placements, mesh = (*placements, *inner), DeviceMesh._concatenate([mesh, inner_mesh])  # nothing public joins axes
     placements = (Replicate(),) * (mesh.ndim - len(placements)) + placements
-    whole = DTensor.from_local(
-        shard, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.contiguous().stride()
-    )
+    shape, stride = parameter.shape, parameter.contiguous().stride()
+    whole = DTensor.from_local(shard, mesh, placements, run_check=False, shape=shape, stride=stride)
     return nn.Parameter(whole, requires_grad=parameter.requires_grad)
 
 
@@ -133,12 +130,13 @@ class _Thread(threading.local):
 
     calls = 0
     """Sharded modules that are being called, one inside the other."""
-    reads: dict[int, tuple[Tensor, DTensor, _Layout]] | None = None
+    reads: dict[int, tuple[Tensor, _Read]] | None = None
     """Weights read since the innermost of them was called, by storage: they are not to be saved for the backward pass."""
     pack: Callable[[Tensor], Any] | None = None
 
 
 _thread = _Thread()
+_collectives = torch.ops._c10d_functional  # what traced graphs hold; torch.distributed's own cannot be traced as functions
 
 
 class _Sharded:
@@ -155,17 +153,16 @@ def _sharded_class(base: type[nn.Module], layouts: tuple[tuple[str, _Layout], ..
             return base.__call__(self, *args, **kwargs)
         _thread.calls += 1
         try:
-            if reshard and self._compiled_call_impl is None and torch.is_grad_enabled() and not _hooks_of_others():
-                with _weights_are_not_saved():
-                    return base.__call__(self, *args, **kwargs)
-            return base.__call__(self, *args, **kwargs)
+            # _compiled_call_impl is what nn.Module.compile() leaves: then the compiler decides what is saved.
+            forget = reshard and self._compiled_call_impl is None and torch.is_grad_enabled() and not _hooks_of_others()
+            with _weights_are_not_saved() if forget else nullcontext():
+                return base.__call__(self, *args, **kwargs)
         finally:
             _thread.calls -= 1
 
-    body = {name: _property(name, layout) for name, layout in layouts}
     # The same name: messages, printed models and whoever asks for a block's kind do not see a difference.
-    names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__call__": call}
-    return type(base.__name__, (base, _Sharded), {**body, **names})
+    body = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__call__": call}
+    return type(base.__name__, (base, _Sharded), body | {name: _property(name, layout) for name, layout in layouts})
 
 
 def _property(name: str, layout: _Layout) -> property:
@@ -177,7 +174,7 @@ def _property(name: str, layout: _Layout) -> property:
             return parameter
         weight = _gathered(parameter, layout)
         if layout.reshard and _thread.reads is not None:
-            _thread.reads[_storage(weight)] = weight, parameter, layout
+            _thread.reads[_storage(weight)] = weight, _Read(parameter, layout)
         return weight
 
     return property(read)
@@ -186,19 +183,14 @@ def _property(name: str, layout: _Layout) -> property:
 def _gathered(parameter: DTensor, layout: _Layout) -> Tensor:
     shard = parameter.to_local()
     if layout.reshard and torch.compiler.is_compiling():
-        # Marks the gather for recomputation, for any compiler behind AOTAutograd; otherwise its partitioner saves what a
-        # collective returns.
-        weight = checkpoint(_gather, shard, layout, use_reentrant=False, preserve_rng_state=False)
+        # Marks the gather for recomputation, whatever the compiler: AOTAutograd's partitioner saves what collectives return.
+        weight = checkpoint(_Gather.apply, shard, layout, use_reentrant=False, preserve_rng_state=False)
     else:
-        weight = _gather(shard, layout)
+        weight = _Gather.apply(shard, layout)
     if layout.inner is None:
         return weight
     mesh, placements = layout.inner
     return DTensor.from_local(weight, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride())
-
-
-def _gather(shard: Tensor, layout: _Layout) -> Tensor:
-    return _Gather.apply(shard, layout)
 
 
 class _Gather(torch.autograd.Function):
@@ -214,16 +206,12 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads: Tensor) -> tuple[Tensor, None]:
         (grad,), layout = grads, ctx.layout
-        grad = _with_rows(grad.to(layout.reduce_dtype or grad.dtype), layout.rows_per_shard * layout.shards)
-        shard = _collectives.reduce_scatter_tensor(grad.contiguous(), "sum", layout.shards, layout.shard_group)
-        shard = _collectives.wait_tensor(shard)
+        grad = _with_rows(grad.to(layout.reduce_dtype or grad.dtype), layout.rows_per_shard * layout.shards).contiguous()
+        shard = _collectives.wait_tensor(_collectives.reduce_scatter_tensor(grad, "sum", layout.shards, layout.shard_group))
         if layout.copy_group is not None:
             shard = _collectives.wait_tensor(_collectives.all_reduce(shard, "sum", layout.copy_group))
         # Divided here and not by the collective: gloo cannot average.
         return (shard[: ctx.shard_rows] / layout.ranks).to(ctx.dtype), None
-
-
-_collectives = torch.ops._c10d_functional
 
 
 def _with_rows(tensor: Tensor, rows: int) -> Tensor:
@@ -236,7 +224,7 @@ def _with_rows(tensor: Tensor, rows: int) -> Tensor:
 
 def _hooks_of_others() -> bool:
     """Whether saved tensors go to hooks that are not ours: only the innermost are asked, so ours would starve them."""
-    top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    top = torch._C._autograd._top_saved_tensors_default_hooks(False)  # type: ignore[attr-defined]  # no public way to ask
     return top is not None and top[0] is not _thread.pack
 
 
@@ -249,12 +237,11 @@ def _weights_are_not_saved():
     outer = _thread.reads, _thread.pack
     reads = dict(outer[0] or {})
 
-    def pack(tensor: Tensor) -> tuple[Tensor, int, Callable[[Tensor], Tensor] | None]:
-        read = reads.get(_storage(tensor))
+    def pack(tensor: Tensor) -> tuple[Tensor, int, Callable[[], Tensor] | None]:
+        _, read = reads.get(_storage(tensor), (None, None))
         if read is None:
-            return tensor, tensor._version, None
-        _, parameter, layout = read
-        return parameter, parameter._version, _regather(tensor, layout)
+            return tensor.detach(), tensor._version, None  # an operator's own output would hold on to itself
+        return read.parameter, read.parameter._version, read.save(tensor)
 
     _thread.reads, _thread.pack = reads, pack
     try:
@@ -265,28 +252,43 @@ def _weights_are_not_saved():
         reads.clear()  # autograd holds on to the hooks, and they to the weights
 
 
-def _regather(view: Tensor, layout: _Layout) -> Callable[[Tensor], Tensor]:
-    """Return what makes from the parameter the same view of the whole weight, such as its transpose. Keeps no tensor."""
-    local = _local(view)
-    size, stride, offset = local.size(), local.stride(), local.storage_offset()
-    placed = (view.device_mesh, view.placements, view.size(), view.stride()) if isinstance(view, DTensor) else None
-
-    def regather(parameter: Tensor) -> Tensor:
-        with torch.no_grad():
-            local = _gather(_local(parameter), layout).as_strided(size, stride, offset)
-            if placed is None:
-                return local
-            mesh, placements, shape, strides = placed
-            return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=strides)
-
-    return regather
-
-
-def _unpack(saved: tuple[Tensor, int, Callable[[Tensor], Tensor] | None]) -> Tensor:
+def _unpack(saved: tuple[Tensor, int, Callable[[], Tensor] | None]) -> Tensor:
     tensor, version, regather = saved
     if tensor._version != version:
         raise RuntimeError("a tensor that the backward pass needs was changed in place after the forward pass")
-    return tensor if regather is None else regather(tensor)
+    return tensor if regather is None else regather()
+
+
+class _Read:
+    """One read of a weight, which several operators may have saved: gathered again when the first of them asks."""
+
+    def __init__(self, parameter: DTensor, layout: _Layout):
+        self.parameter, self.layout = parameter, layout
+        self.saved = self.asked = 0
+        self.again: Tensor | None = None
+
+    def save(self, view: Tensor) -> Callable[[], Tensor]:
+        """Return what makes the same view of the whole weight, such as its transpose. Keeps no gathered tensor."""
+        self.saved += 1
+        local = _local(view)
+        shape = local.size(), local.stride(), local.storage_offset()
+        placed = (view.device_mesh, view.placements, view.size(), view.stride()) if isinstance(view, DTensor) else None
+
+        def regather() -> Tensor:
+            with torch.no_grad():
+                local = self._gather_once().as_strided(*shape)
+                if placed is None:
+                    return local
+                mesh, placements, size, stride = placed
+                return DTensor.from_local(local, mesh, placements, run_check=False, shape=size, stride=stride)
+
+        return regather
+
+    def _gather_once(self) -> Tensor:
+        again = _Gather.apply(_local(self.parameter), self.layout) if self.again is None else self.again
+        self.asked = (self.asked + 1) % self.saved
+        self.again = again if self.asked else None  # whoever asks last lets it go
+        return again
 
 
 def _local(tensor: Tensor) -> Tensor:
