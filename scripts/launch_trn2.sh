@@ -215,7 +215,8 @@ check_recipe() { # Python says in a fraction of a second what every rank would s
     if ! output=$(RANK=0 LOCAL_RANK=0 WORLD_SIZE=$world LOCAL_WORLD_SIZE=$ranks MASTER_ADDR=localhost MASTER_PORT=29500 \
         "$python" "$ROOT/train.py" "$@" --dry-run 2>&1); then
         output=${output##*$'\n'}
-        problem "recipe: ${output#error: }"
+        output=${output#error: }
+        problem "recipe: ${output#rank 0: }" # the rank that it was asked as
         return
     fi
     device=$(sed -nE "s/^run\.device = '(.*)'$/\1/p" <<<"$output")

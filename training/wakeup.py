@@ -54,10 +54,10 @@ class Wakeup:
             os.write(self._write, b"\0")
 
     def sleep(self, seconds: float) -> set[int]:
-        """Wait that long at most; return the signals that arrived."""
+        """Wait that long at most; return which signals have asked to stop. Others only end the sleep."""
         if not self._poll.poll(1000 * seconds):
             return set()
-        return set(os.read(self._read, 4096)) - {0}
+        return set(os.read(self._read, 4096)) & set(STOPS)
 
     def close(self) -> None:
         """Give the signals back to whoever had them before."""
