@@ -29,7 +29,7 @@ from training.console import Console
 from training.flops import count_flops
 from training.journal import Journal
 from training.metrics import Meter
-from training.record import RunFailed, RunRecord, run_name, software
+from training.record import RunFailed, RunRecord, package_versions, run_name
 from training.report import Report
 from training.timeline import Timeline
 from training.world import World
@@ -261,7 +261,7 @@ def work_facts(recipe: Recipe) -> dict[str, Any]:
     asked = (line.partition(" = ") for line in command_line.lines(recipe))
     return {
         **{name: value for name, _, value in asked},
-        **{f"version of {package}": version for package, version in software()["packages"].items()},
+        **{f"version of {package}": version for package, version in package_versions().items()},
     }
 
 

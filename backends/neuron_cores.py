@@ -10,8 +10,9 @@ import os
 PHYSICAL_CORES = {"Trainium2": 8, "Trainium3": 8}
 """NeuronCores of each chip that TorchNeuron supports. Source: the chip pages that the peak table cites."""
 
-RANKS_ON_A_HOST = {"Trainium1": "1, 2, 8, 16 or a multiple of 32"}
-"""Numbers of ranks that a chip's runtime takes; others fail late. No rule is known for a chip that is not listed.
+RANKS_ON_A_HOST = {"Trainium1": ((1, 2, 8, 16), 32)}
+"""Numbers of ranks that a chip's runtime takes, and the one whose multiples it takes too; others fail late. No rule is known
+for a chip that is not listed.
 
 Source: https://github.com/huggingface/optimum-neuron/issues/619, a report about Trainium1, not AWS's documentation.
 """
@@ -55,8 +56,9 @@ def problem_with_ranks(local_ranks: int, chip: str | None, num_chips: int) -> st
     Source: https://awsdocs-neuron.readthedocs-hosted.com/en/latest/training/torchtitan/troubleshooting.html: creating the
     process group fails if ranks and cores are not equally many.
     """
-    allowed = RANKS_ON_A_HOST.get(chip or "")
-    if allowed and not (local_ranks in (1, 2, 8, 16) or local_ranks % 32 == 0):
+    few, multiple = RANKS_ON_A_HOST.get(chip or "", ((), 1))
+    if local_ranks not in few and local_ranks % multiple:
+        allowed = f"{', '.join(map(str, few))} or a multiple of {multiple}"
         return f"ranks on this host: got {local_ranks}, allowed on {chip}: {allowed}; start another number of ranks"
     cores, source = logical_cores(chip, num_chips)
     if local_ranks == 1 or cores is None or local_ranks == cores:

@@ -12,21 +12,16 @@ because the 217.68 GFLOP a token of that length give both published MFU figures 
 those of AWS's Qwen3-8B configuration. Data and learning rate are ours: they change neither speed nor the wait.
 """
 
-from recipes.base import Comm, Data, Model, Optimizer, Parallel, Recipe, Run, Training
+from dataclasses import replace
 
-RECIPE = Recipe(
+from recipes.base import Model
+from recipes.qwen3_8b_trn2 import RECIPE as EIGHT_B
+
+RECIPE = replace(
+    EIGHT_B,
     name="qwen3_32b_trn2_eager",
     description="Qwen3-32B on one trn2.48xlarge, eager: the work of a published run (not yet run on Trainium)",
     model=Model(family="qwen3", flavor="32B"),
-    data=Data(source="hub", path="allenai/c4", subset="en", tokenizer="Qwen/Qwen3-32B"),
-    optimizer=Optimizer(lr=1e-4, warmup_steps=20, schedule="cosine"),
-    training=Training(
-        steps=100,
-        seq_len=4_096,
-        local_batch_size=1,  # 16 data-parallel ranks x 1 x 4,096 = 65,536 tokens a step
-        dtype="bfloat16",
-    ),
-    parallel=Parallel(ranks=64, tensor_parallel_degree=4, activation_checkpointing="selective"),
-    comm=Comm(first_step_timeout_seconds=3_600.0),
-    run=Run(device="neuron", chip="Trainium2", log_every=10),
+    data=replace(EIGHT_B.data, tokenizer="Qwen/Qwen3-32B"),
+    optimizer=replace(EIGHT_B.optimizer, lr=1e-4),
 )

@@ -41,7 +41,7 @@ class Trained:
         return [step["grad_norm"] for step in self.steps]
 
 
-class Ranks:
+class Processes:
     """Processes with the variables that torchrun would give them. As a context manager it ends them."""
 
     def __init__(self, command: Sequence[str], world_size: int, environment: Mapping[str, str] | None = None):
@@ -64,7 +64,7 @@ class Ranks:
             for rank in range(world_size)
         ]
 
-    def __enter__(self) -> Ranks:
+    def __enter__(self) -> Processes:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -110,7 +110,7 @@ def train(
         {"arguments": [*arguments, "--run.output_dir", str(folder / str(number))], "port": free_port()}
         for number, arguments in enumerate(runs)
     ]
-    with Ranks(["-m", "tests.rank_worker", module, json.dumps(plan)], world_size, environment) as ranks:
+    with Processes(["-m", "tests.rank_worker", module, json.dumps(plan)], world_size, environment) as ranks:
         finished = ranks.finish(timeout)
     trained = []
     for number, run in enumerate(plan):

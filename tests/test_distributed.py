@@ -12,8 +12,7 @@ import torch.distributed as dist
 from recipes import command_line
 from recipes.base import Comm, RecipeError
 from tests.fake_backend import FakeBackend
-from tests.ranks import Ranks as Processes
-from tests.ranks import call
+from tests.ranks import Processes, call
 from training.distributed import Ranks, RanksDisagree
 from training.world import World
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from tests.fake_backend import FakeClock
-from tests.ranks import Ranks
+from tests.ranks import Processes
 from training import timeline as phases
 from training import watchdog as watchdog_module
 from training.collateral import may_be_collateral
@@ -364,7 +364,7 @@ SECONDS = {"first": 60.0, "later": 60.0, "heartbeat": 60.0}
 
 
 def ranks(scenario, world_size, **options):
-    return Ranks(["-m", "tests.test_watchdog", json.dumps({"scenario": scenario, **SECONDS, **options})], world_size)
+    return Processes(["-m", "tests.test_watchdog", json.dumps({"scenario": scenario, **SECONDS, **options})], world_size)
 
 
 @several

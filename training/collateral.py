@@ -54,7 +54,7 @@ def _is_of_a_collective(error: RuntimeError) -> bool:
     return any("/torch/distributed/" in frame.filename for frame in innermost)
 
 
-def one_line(error: BaseException) -> str:
+def cause_in_one_line(error: BaseException) -> str:
     """Return the first line of an exception's message, with its type where the message does not speak for itself.
 
     A line that ends in a colon only announces the next one, as torch's compiler does with what a backend raised.

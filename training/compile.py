@@ -121,9 +121,17 @@ class CompileWatch:
 
         return dict(counters["graph_break"])
 
-    def cache_use(self) -> CacheUse:
-        """Return what this process has asked of the compile cache since this watch began."""
-        cache = self.cache()
+    def compile_seconds(self) -> float:
+        """Return the seconds of all compilations that were observed."""
+        return sum(compilation.seconds for compilation in self.compilations)
+
+    def cache_use(self, cache: CompileCache | None = None) -> CacheUse:
+        """Return what this process has asked of the compile cache since this watch began.
+
+        Args:
+            cache: as it is now. None: look.
+        """
+        cache = cache or self.cache()
         hits, misses = difference(cache.hits, self.cache_before.hits), difference(cache.misses, self.cache_before.misses)
         return CacheUse(_identity(cache.directory), hits, misses)
 
@@ -133,12 +141,13 @@ class CompileWatch:
         Args:
             uses: of all ranks. None given: this process is the only one.
         """
-        use = self.cache_use()
+        cache = self.cache()
+        use = self.cache_use(cache)
         late = [compilation for compilation in self.compilations if compilation.step > 1]
         return {
             "graphs": len(self.compilations),
             "graph_breaks": self.graph_breaks(),
-            "compile_seconds": sum(compilation.seconds for compilation in self.compilations),
+            "compile_seconds": self.compile_seconds(),
             "trace_seconds": sum(compilation.trace_seconds for compilation in self.compilations),
             "compilations": [asdict(compilation) for compilation in self.compilations if compilation.step <= 1],
             "late_compiles": [asdict(compilation) for compilation in late],
@@ -148,7 +157,7 @@ class CompileWatch:
                 "hits": use.hits,
                 "misses": use.misses,
                 "before": asdict(self.cache_before),
-                "after": asdict(self.cache()),
+                "after": asdict(cache),
             },
         }
 

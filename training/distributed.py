@@ -115,7 +115,7 @@ class Ranks:
         return [] if self.mesh is None else [self.mesh.get_group(axis) for axis in range(self.mesh.ndim)]
 
     def close(self) -> None:
-        """Leave the process group, if all is well: after a failure that would wait for ranks that are gone."""
+        """Leave the process group, if there is one."""
         if dist.is_initialized():
             dist.destroy_process_group()
 

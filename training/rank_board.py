@@ -140,8 +140,8 @@ class Neighbours:
     def _exchange(self, board: Board, own: Status, failure: Failure | None) -> None:
         now = self.clock()
         board.post(own)
-        self.statuses = board.statuses()
-        self.statuses.pop(own.rank, None)
+        # Replaced as a whole: the main thread may be reading it.
+        self.statuses = {rank: status for rank, status in board.statuses().items() if rank != own.rank}
         was_stuck = now - self._last_read > 5  # then it is no wonder that nobody was heard
         self._last_read = now
         for rank, status in self.statuses.items():

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import asdict, is_dataclass
 from datetime import UTC, datetime
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -120,20 +121,26 @@ def run_name(recipe: Recipe) -> str:
 
 
 def software() -> dict[str, Any]:
-    """Return interpreter, system and package versions. A package that is not installed is None."""
+    """Return interpreter, system and package versions."""
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "host": socket.gethostname(),
+        "executable": sys.executable,
+        "packages": package_versions(),
+    }
+
+
+@cache
+def package_versions() -> dict[str, str | None]:
+    """Return the versions of the packages that a run depends on. One that is not installed is None."""
     versions: dict[str, str | None] = {}
     for package in _PACKAGES:
         try:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             versions[package] = None
-    return {
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "host": socket.gethostname(),
-        "executable": sys.executable,
-        "packages": versions,
-    }
+    return versions
 
 
 def git_state(repository: Path) -> tuple[str | None, bool | None]:

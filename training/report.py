@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from backends.base import Backend, EnvironmentVariable
 from recipes.base import Recipe
 from training import timeline as phases
-from training.collateral import one_line
+from training.collateral import cause_in_one_line
 from training.compile import CacheUse, CompileWatch
 from training.console import gigabytes, percent, seconds
 from training.flops import NUMERATORS, ModelShape, count_flops, mfu
@@ -70,8 +70,13 @@ class Report:
 
     def __enter__(self) -> Report:
         """Print the header and write down what is known before the first step."""
-        complain = self.ranks.watchdog.end
-        self.ranks.watchdog.end = lambda error: (self.close(error), complain(error))[-1]
+        watchdog, complain = self.ranks.watchdog, self.ranks.watchdog.end
+
+        def end(error: BaseException) -> None:
+            self.close(error)
+            complain(error)
+
+        watchdog.end = end
         training, config, tokens = self.recipe.training, self.config, self.recipe.tokens_per_step(self.ranks.world.size)
         counts = {name: count_flops(config, training.seq_len, name) for name in NUMERATORS}
         data = self.data.describe()
@@ -150,7 +155,7 @@ class Report:
             host=socket.gethostname(),
             first_step_seconds=self.timeline.first_step_seconds,
             time_to_first_step_seconds=self.timeline.time_to_first_step_seconds,
-            compile_seconds=self.watch.totals().compile_seconds,
+            compile_seconds=self.watch.compile_seconds(),
             phases={name: phase.seconds for name, phase in self.timeline.phases.items()},
             cache=self.watch.cache_use(),
             compiled_graphs=None if graphs is None else graphs[self._graphs_before :],
@@ -161,9 +166,9 @@ class Report:
             slowest = self._slowest()
             compiling = "" if not slowest.compile_seconds else f", compiling {slowest.compile_seconds:.2f} s of it"
             note(f"slowest rank: {slowest.rank} on {slowest.host}, first step {slowest.first_step_seconds:.2f} s{compiling}")
-        if self._rank_dependent_graphs():
+        if dependent := self._rank_dependent_graphs():
             note(
-                f"warning: {len(self._rank_dependent_graphs() or ())} compiled graphs are rank-dependent, so that each rank "
+                f"warning: {len(dependent)} compiled graphs are rank-dependent, so that each rank "
                 "compiles its own: look for rank numbers or shapes that differ by rank in what is compiled"
             )
 
@@ -188,9 +193,8 @@ class Report:
     def close(self, error: BaseException | None) -> None:
         """Write the rest and close the record. The watchdog calls this where the main thread cannot."""
         status = "finished" if error is None else "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-        cause = None if error is None else one_line(error)
-        hours = self.timeline.elapsed() / 3600
-        price = self.recipe.run.price_per_hour
+        cause = None if error is None else cause_in_one_line(error)
+        hours, price = self.timeline.elapsed() / 3600, self.recipe.run.price_per_hour
         self.journal.close()
         self.journal.record.update(
             timing=self._timing(),

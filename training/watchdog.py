@@ -17,14 +17,14 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
 
-from training.collateral import may_be_collateral, one_line
+from training.collateral import cause_in_one_line, may_be_collateral
 from training.processes import COMPILERS
 from training.rank_board import Board, Failure, Neighbours
 from training.rank_observer import Observer
 from training.rank_status import DONE, ENDING, INTERRUPTED, RUNNING, heartbeat
 from training.record import RunFailed
 from training.timeline import Timeline
-from training.wakeup import STOPS, Wakeup, undisturbed
+from training.wakeup import Wakeup, undisturbed
 
 _TICK_SECONDS, _HURRY_SECONDS, _ARRIVAL_SECONDS = 1.0, 0.1, 5.0
 _GRACE_SECONDS = 5.0
@@ -175,7 +175,7 @@ class Watchdog:
             self._own_failure = self._interruption()
         else:
             behind = self.neighbours.waiting_for(status) if collateral else None
-            cause = one_line(error) + (f"; {behind}" if behind else "")
+            cause = cause_in_one_line(error) + (f"; {behind}" if behind else "")
             self._own_failure = Failure(self.rank, f"rank {self.rank} failed in {status.place}: {cause}")
         self._await(lambda: self.failure is not None, _LINGER_SECONDS)
         if collateral and self.failure is not None and (behind or self.failure != self._own_failure):
@@ -213,7 +213,7 @@ class Watchdog:
             arriving = waited < _ARRIVAL_SECONDS and len(self.neighbours.statuses) < self.world_size - 1
             hurry = arriving or self._hurry or self._failed_at is not None or self._signalled_at is not None
             signals = self._wakeup.sleep(_HURRY_SECONDS if hurry else max(_TICK_SECONDS, self.world_size / 64))
-            if self._signalled_at is None and signals & set(STOPS):
+            if self._signalled_at is None and signals:
                 self._signalled_at = self.clock()
         self._linger()
 

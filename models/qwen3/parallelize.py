@@ -90,7 +90,6 @@ def units(model: Qwen3) -> list[list[nn.Module]]:
 
 def split_matrices(model: Qwen3, mesh: DeviceMesh) -> None:
     """Split every matrix over the ranks of a one-axis mesh, and let each rank keep its part of the sequence between blocks."""
-    gathered = (SEQUENCE,), (WHOLE,)
     plan = {
         "attention": PrepareModuleInput(
             input_layouts=(SEQUENCE, None, None, None), desired_input_layouts=(WHOLE, None, None, None)
@@ -99,7 +98,7 @@ def split_matrices(model: Qwen3, mesh: DeviceMesh) -> None:
         "attention.wk": ColwiseParallel(),
         "attention.wv": ColwiseParallel(),
         "attention.wo": RowwiseParallel(output_layouts=SEQUENCE),
-        "feed_forward": PrepareModuleInput(input_layouts=gathered[0], desired_input_layouts=gathered[1]),
+        "feed_forward": PrepareModuleInput(input_layouts=(SEQUENCE,), desired_input_layouts=(WHOLE,)),
         "feed_forward.w1": ColwiseParallel(),
         "feed_forward.w2": RowwiseParallel(output_layouts=SEQUENCE),
         "feed_forward.w3": ColwiseParallel(),

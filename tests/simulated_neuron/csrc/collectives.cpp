@@ -34,77 +34,71 @@ class Collectives final : public c10d::Backend {
   }
 
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
-    auto host = on_host(tensors);
-    return gloo_->broadcast(host, options);
+    return pass_on(&Backend::broadcast, tensors, options);
   }
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
-    auto host = on_host(tensors);
-    return gloo_->allreduce(host, options);
+    return pass_on(&Backend::allreduce, tensors, options);
   }
   WorkPtr allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override {
-    auto host = on_host(tensors);
-    return gloo_->allreduce_coalesced(host, options);
+    return pass_on(&Backend::allreduce_coalesced, tensors, options);
   }
   WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
-    auto host = on_host(tensors);
-    return gloo_->reduce(host, options);
+    return pass_on(&Backend::reduce, tensors, options);
   }
   WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
-    auto host_outputs = on_host(outputs);
-    auto host_inputs = on_host(inputs);
-    return gloo_->allgather(host_outputs, host_inputs, options);
+    return pass_on_both(&Backend::allgather, outputs, inputs, options);
   }
   WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) override {
-    auto host_output = on_host(output), host_input = on_host(input);
-    return gloo_->_allgather_base(host_output, host_input, options);
+    return pass_on_both(&Backend::_allgather_base, output, input, options);
   }
   WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
-    auto host_outputs = on_host(outputs), host_inputs = on_host(inputs);
-    return gloo_->allgather_into_tensor_coalesced(host_outputs, host_inputs, options);
+    return pass_on_both(&Backend::allgather_into_tensor_coalesced, outputs, inputs, options);
   }
   WorkPtr gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& options) override {
-    auto host_outputs = on_host(outputs);
-    auto host_inputs = on_host(inputs);
-    return gloo_->gather(host_outputs, host_inputs, options);
+    return pass_on_both(&Backend::gather, outputs, inputs, options);
   }
   WorkPtr scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& options) override {
-    auto host_outputs = on_host(outputs);
-    auto host_inputs = on_host(inputs);
-    return gloo_->scatter(host_outputs, host_inputs, options);
+    return pass_on_both(&Backend::scatter, outputs, inputs, options);
   }
   WorkPtr reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ReduceScatterOptions& options) override {
-    auto host_outputs = on_host(outputs);
-    auto host_inputs = on_host(inputs);
-    return gloo_->reduce_scatter(host_outputs, host_inputs, options);
+    return pass_on_both(&Backend::reduce_scatter, outputs, inputs, options);
   }
   WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) override {
-    auto host_output = on_host(output), host_input = on_host(input);
-    return gloo_->_reduce_scatter_base(host_output, host_input, options);
+    return pass_on_both(&Backend::_reduce_scatter_base, output, input, options);
   }
   WorkPtr reduce_scatter_tensor_coalesced(
       Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& options) override {
-    auto host_outputs = on_host(outputs), host_inputs = on_host(inputs);
-    return gloo_->reduce_scatter_tensor_coalesced(host_outputs, host_inputs, options);
+    return pass_on_both(&Backend::reduce_scatter_tensor_coalesced, outputs, inputs, options);
   }
   WorkPtr alltoall_base(
       at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_sizes, std::vector<int64_t>& input_sizes,
       const c10d::AllToAllOptions& options) override {
-    auto host_output = on_host(output), host_input = on_host(input);
-    return gloo_->alltoall_base(host_output, host_input, output_sizes, input_sizes, options);
+    return pass_on_both(&Backend::alltoall_base, output, input, output_sizes, input_sizes, options);
   }
   WorkPtr send(Tensors& tensors, int to, int tag) override {
-    auto host = on_host(tensors);
-    return gloo_->send(host, to, tag);
+    return pass_on(&Backend::send, tensors, to, tag);
   }
   WorkPtr recv(Tensors& tensors, int from, int tag) override {
-    auto host = on_host(tensors);
-    return gloo_->recv(host, from, tag);
+    return pass_on(&Backend::recv, tensors, from, tag);
   }
   WorkPtr barrier(const c10d::BarrierOptions& options) override {
     return gloo_->barrier(options);
   }
 
  private:
+  // Gloo's methods take references: the aliases need a name each.
+  template <typename Method, typename T, typename... Rest>
+  WorkPtr pass_on(Method method, T& tensors, Rest&&... rest) {
+    auto host = on_host(tensors);
+    return (gloo_.get()->*method)(host, std::forward<Rest>(rest)...);
+  }
+  template <typename Method, typename Out, typename In, typename... Rest>
+  WorkPtr pass_on_both(Method method, Out& outputs, In& inputs, Rest&&... rest) {
+    auto host_outputs = on_host(outputs);
+    auto host_inputs = on_host(inputs);
+    return (gloo_.get()->*method)(host_outputs, host_inputs, std::forward<Rest>(rest)...);
+  }
+
   c10::intrusive_ptr<c10d::Backend> gloo_;
 };
 

@@ -15,6 +15,7 @@ import torch
 _LOG = logging.getLogger("torch_neuronx")
 _loaded: dict[str, Any] = {}
 _narrowed: set[str] = set()
+_core_is_settled = False
 
 
 def extension(name: str = "neuron_device") -> Any:
@@ -173,11 +174,12 @@ def _process_group(store: Any, rank: int, size: int, timeout: Any) -> Any:
     """Create the collectives of one group. The first decides which core this process drives."""
     import torch.distributed as dist
 
+    global _core_is_settled
     native = extension()
-    if native.touched() and not _loaded.get("core is settled"):
-        raise RuntimeError("the Neuron runtime is already initialised: create the process group before touching the device")
-    if not _loaded.get("core is settled"):
+    if not _core_is_settled:
+        if native.touched():
+            raise RuntimeError("the Neuron runtime is already initialised: create the process group before touching the device")
         core = int(os.environ.get("LOCAL_RANK", "0"))
         native.set_cores(max(native.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))), core)
-        _loaded["core is settled"] = True
+        _core_is_settled = True
     return extension("neuron_collectives").Collectives(dist.ProcessGroupGloo(store, rank, size, timeout))

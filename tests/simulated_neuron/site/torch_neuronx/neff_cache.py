@@ -33,8 +33,8 @@ def key_of(text: str) -> str:
     return hashlib.blake2b("\0".join([VERSION, *flags, text]).encode(), digest_size=16).hexdigest()
 
 
-def fetch(text: str, seconds: float, *, is_graph: bool = False) -> bool:
-    """Make sure that a graph is compiled, and return whether that was found in a cache.
+def fetch(text: str, seconds: float, *, is_graph: bool = False) -> str:
+    """Make sure that a graph is compiled, and return its key.
 
     Args:
         text: what is compiled. The file holds it, so that two of them can be compared.
@@ -43,7 +43,7 @@ def fetch(text: str, seconds: float, *, is_graph: bool = False) -> bool:
     key = key_of(text)
     if key in _loaded:
         metrics.count("InMemoryHits")
-        return True
+        return key
     metrics.count("InMemoryMisses")
     file = Path(os.environ.get("TORCH_NEURONX_NEFF_CACHE_DIR", "/tmp/neff_cache")) / key[:2] / key[2:4] / f"{key}.neff"
     locks = Path(os.environ.get("TORCH_NEURONX_NEFF_LOCAL_CACHE_DIR", "/tmp/local_cache"))
@@ -56,7 +56,7 @@ def fetch(text: str, seconds: float, *, is_graph: bool = False) -> bool:
             _compile(text, file, seconds, is_graph)
             metrics.count("TotalCompilations")
     _loaded.add(key)
-    return found
+    return key
 
 
 def _compile(text: str, file: Path, seconds: float, is_graph: bool) -> None:
@@ -81,8 +81,8 @@ def _compile(text: str, file: Path, seconds: float, is_graph: bool) -> None:
 def fetch_graph(text: str) -> tuple[str, float]:
     """Make sure that a compiled graph is there; return its key and how long that took in seconds."""
     began = time.perf_counter()
-    fetch(text, float(os.environ.get("FIRSTSTEP_SIMULATED_COMPILE_SECONDS", "0")), is_graph=True)
-    return key_of(text), time.perf_counter() - began
+    key = fetch(text, float(os.environ.get("FIRSTSTEP_SIMULATED_COMPILE_SECONDS", "0")), is_graph=True)
+    return key, time.perf_counter() - began
 
 
 def fetch_operator(name: str, arguments: str) -> None:
