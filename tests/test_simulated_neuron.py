@@ -40,7 +40,9 @@ def test_without_its_gate_there_is_no_device(tmp_path: Path):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("settings", [{}, {"TOUCH_FIRST": "1"}], ids=["collectives", "touched first"])
+@pytest.mark.parametrize(
+    "settings", [{}, {"TOUCH_FIRST": "1"}, {"BIND_DEVICE": "1"}], ids=["collectives", "touched first", "bound to a device"]
+)
 def test_two_ranks(settings: dict[str, str], tmp_path: Path):
     with Processes(
         ["-m", "tests.simulated_neuron.checks", "collectives"], 2, simulated_neuron.environment(tmp_path, **settings)

@@ -151,6 +151,8 @@ def _function_compiled() -> str | None:
 def main_thread_position() -> tuple[str | None, str | None]:
     """Return the function of torch.distributed that the main thread is in, if any, and its innermost line of our own."""
     identity = threading.main_thread().ident
+    if identity == threading.get_ident():
+        return None, None  # it would see itself look
     frame = sys._current_frames().get(identity) if identity is not None else None
     collective, depth = None, 0
     while frame is not None:

@@ -91,6 +91,7 @@ class Watchdog:
         self._signalled_at: float | None = None
         self._own_failure: Failure | None = None
         self._explained: BaseException | None = None
+        self._has_stumbled = False
         self._leaving, self._stop = threading.Lock(), False
         self._news, self._hurry = threading.Condition(), False
         self._wakeup: Wakeup | None = None
@@ -207,7 +208,7 @@ class Watchdog:
     def _watch(self) -> None:
         assert self._wakeup is not None
         while not self._stop:
-            self.tick()
+            self._tick_whatever_happens()
             self._end_if_blocked()
             waited = self.clock() - self.own.entered
             arriving = waited < _ARRIVAL_SECONDS and len(self.neighbours.statuses) < self.world_size - 1
@@ -216,6 +217,14 @@ class Watchdog:
             if self._signalled_at is None and signals:
                 self._signalled_at = self.clock()
         self._linger()
+
+    def _tick_whatever_happens(self) -> None:
+        try:
+            self.tick()
+        except Exception:
+            if not self._has_stumbled:  # once: it looks again every second
+                traceback.print_exc()
+            self._has_stumbled = True
 
     def tick(self) -> None:
         """Look around once: post, read, judge, and say so."""

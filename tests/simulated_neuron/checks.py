@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import os
 import sys
 from collections.abc import Callable
@@ -36,6 +37,10 @@ def strictness() -> None:
     refused("KeyError: 'neuron'", lambda: torch.compile(nn.Linear(4, 4).to(device))(x))
     with pytest.raises(Exception, match="Dynamic shape is not supported"):
         torch.compile(nn.Linear(4, 4).to(device), backend="neuron", dynamic=True)(torch.ones(3, 4, device=device))
+    refused("expected a generator of device neuron", lambda: x.normal_(generator=torch.Generator()))
+    refused(
+        "only the contiguous memory format", lambda: torch.empty(1, 2, 3, 4, device=device, memory_format=torch.channels_last)
+    )
     assert (x + 1.0).device.type == "neuron" and x[torch.tensor([0, 1])].shape == (2, 4)  # scalars and index lists may mix
 
 
@@ -65,6 +70,10 @@ def training() -> None:
     assert eager == pytest.approx(expected, rel=1e-5)
     assert losses(model, "neuron", recomputed) == pytest.approx(expected, rel=1e-5)
     assert losses(model, "neuron", compiled) == eager
+    executed = importlib.import_module("torch_neuronx").get_executed_ops
+    compiled_whole = torch.compile(lambda x: (x.cosh() * 2).tan(), backend="neuron", dynamic=False, fullgraph=True)
+    compiled_whole(inputs.to("neuron"))
+    assert not {"aten::cosh", "aten::tan"} & set(executed()), "a graph is compiled as a whole"
 
     with torch.autocast("neuron", dtype=torch.bfloat16):
         assert model.to("neuron")(inputs.to("neuron")).dtype == torch.bfloat16
@@ -82,6 +91,10 @@ def collectives() -> None:
     if os.environ.get("TOUCH_FIRST"):
         torch.ones(1, device="neuron")
         refused("already initialised: create the process group before", lambda: dist.init_process_group("neuron"))
+        return
+    if os.environ.get("BIND_DEVICE"):
+        bound = torch.device("neuron", rank)
+        refused("device_id=...\\) is not supported", lambda: dist.init_process_group("neuron", device_id=bound))
         return
     dist.init_process_group("neuron")
     x = torch.full((4,), 1.0 + rank, device="neuron")

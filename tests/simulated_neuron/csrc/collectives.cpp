@@ -32,6 +32,12 @@ class Collectives final : public c10d::Backend {
   const std::string getBackendName() const override {
     return "neuron";
   }
+  // The last that is called when a group is made, and the first call that can see a device bound to it: groups would then be
+  // split off each other, which this backend cannot do.
+  void setGroupUid(const std::string& uid) override {
+    TORCH_CHECK(!getBoundDeviceId(), "neuron: init_process_group(device_id=...) is not supported; leave device_id out");
+    Backend::setGroupUid(uid);
+  }
 
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
     return pass_on(&Backend::broadcast, tensors, options);

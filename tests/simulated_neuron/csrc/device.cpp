@@ -318,9 +318,13 @@ py::object* g_on_first_use = nullptr; // called with an operator and its argumen
 std::mutex g_uses_mutex;
 std::set<std::string> g_uses;
 std::map<std::string, int64_t> g_executed;
+thread_local int t_graphs = 0;  // compiled graphs that run: their operators are not compiled one by one
 std::atomic<int64_t> g_reads{0}; // host reads of one element: each would wait for the device
 
 void note_use(const std::string& name, const std::string& arguments) {
+  if (t_graphs > 0) {
+    return;
+  }
   {
     std::lock_guard<std::mutex> lock(g_uses_mutex);
     ++g_executed[name];
@@ -339,7 +343,7 @@ class Operands {
  public:
   explicit Operands(std::string name) : name_(std::move(name)) {}
 
-  void add(const at::Tensor& tensor) {
+  void add(const at::Tensor& tensor, bool is_index = false) {
     if (!tensor.defined()) {
       return;
     }
@@ -348,7 +352,7 @@ class Operands {
       TORCH_CHECK(core_ < 0 || core_ == core, name_, ": operands on neuron:", core_, " and neuron:", core);
       core_ = core;
     } else if (tensor.is_cpu() && tensor.dim() > 0) {
-      on_host_ = true;
+      (is_index ? index_on_host_ : on_host_) = true;
     }
     text_ << ' ' << tensor.scalar_type() << tensor.sizes();
   }
@@ -357,7 +361,7 @@ class Operands {
   void check() const {
     const bool may_mix = name_ == "aten::index" || name_ == "aten::index_put_" || name_ == "aten::_index_put_impl_";
     TORCH_CHECK(
-        may_mix || core_ < 0 || !on_host_, name_,
+        core_ < 0 || !(on_host_ || (index_on_host_ && !may_mix)), name_,
         ": expected all operands on one device, got neuron and cpu; move the host tensor to the device");
   }
 
@@ -369,6 +373,7 @@ class Operands {
   std::string name_;
   int core_ = -1;
   bool on_host_ = false;
+  bool index_on_host_ = false;
   std::ostringstream text_;
 };
 
@@ -380,6 +385,18 @@ bool draws_random_numbers(const c10::OperatorHandle& op) {
   }
   return false;
 }
+
+// Seeds the CPU's generator for as long as it lives, and puts back what that had, also after an error.
+struct LentGenerator {
+  explicit LentGenerator(uint64_t seed) : host(at::detail::getDefaultCPUGenerator()), state(host.get_state()) {
+    host.set_current_seed(seed);
+  }
+  ~LentGenerator() {
+    host.set_state(state);
+  }
+  at::Generator host;
+  at::Tensor state;
+};
 
 void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
@@ -396,10 +413,13 @@ void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       }
     } else if (value.isOptionalTensorList()) {
       for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorList()) {
-        operands.add(tensor.value_or(at::Tensor()));
+        operands.add(tensor.value_or(at::Tensor()), true);
       }
     } else if (value.isGenerator()) {
       generator = value.toGenerator();
+      TORCH_CHECK(
+          generator.device().type() == kDevice, schema.name(), ": expected a generator of device neuron, got one of ",
+          generator.device().type());
       value = c10::IValue(); // the CPU's kernel is to take the CPU's
     }
   }
@@ -410,19 +430,19 @@ void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     return;
   }
   // The CPU's kernel draws from the CPU's generator: lend it our stream, and put back what it had.
-  if (!generator.defined() || generator.device().type() != kDevice) {
+  if (!generator.defined()) {
     generator = default_generator(current_core());
   }
-  auto host = at::detail::getDefaultCPUGenerator();
-  auto state = host.get_state();
-  host.set_current_seed(static_cast<Generator*>(generator.unsafeGetGeneratorImpl())->next_stream());
+  const LentGenerator lent(static_cast<Generator*>(generator.unsafeGetGeneratorImpl())->next_stream());
   at::native::cpu_fallback(op, stack);
-  host.set_state(state);
 }
 
 at::Tensor empty(
     c10::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>, std::optional<at::Device> device,
     std::optional<bool>, std::optional<at::MemoryFormat> format) {
+  TORCH_CHECK(
+      !format.has_value() || *format == at::MemoryFormat::Contiguous || *format == at::MemoryFormat::Preserve,
+      "neuron: only the contiguous memory format is supported, got ", *format);
   checked_core(device.has_value() ? device->index() : -1);
   const c10::DeviceGuard guard(device.value_or(c10::Device(kDevice)));
   return at::detail::empty_generic(
@@ -560,5 +580,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     std::lock_guard<std::mutex> lock(g_uses_mutex);
     g_executed.clear();
   });
+  m.def("enter_graph", [] { ++t_graphs; });
+  m.def("leave_graph", [] { --t_graphs; });
   m.def("host_reads", [] { return g_reads.load(); });
 }

@@ -13,6 +13,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.fx import GraphModule
 
 from torch_neuronx import neff_cache
+from torch_neuronx.device import extension
 
 
 @dataclasses.dataclass
@@ -71,20 +72,40 @@ def _compiler(direction: str) -> Callable[[GraphModule, Sequence[Any]], Callable
                 torch_neuronx_compile_us=int(seconds * 1e6),
             )
         )
-        return make_boxed_func(graph.forward)
+        return make_boxed_func(_as_one(graph.forward))
 
     return compile_graph
+
+
+def _as_one(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Run a graph's operators without compiling them one by one: the graph as a whole is compiled."""
+    native = extension()
+
+    def run(*inputs: Any) -> Any:
+        native.enter_graph()
+        try:
+            return forward(*inputs)
+        finally:
+            native.leave_graph()
+
+    return run
 
 
 def text_of(graph: GraphModule, inputs: Sequence[Any]) -> str:
     """Return what is compiled: operators, constants, and the types of the inputs.
 
-    Left out are the names of process groups and the index of the device: ranks with other partners and another core run the
-    same program. A rank's number among the graph's constants stays.
+    Left out are which ranks are in a process group and the index of the device: ranks with other partners and another core run
+    the same program. A rank's number among the graph's constants stays, and so does how many are in the group.
     """
     code = re.sub(r"type='neuron', index=\d+", "type='neuron'", graph.graph.python_code("self").src)
-    code = "\n".join(re.sub(r"'\w+'\)", "group)", line) if "_c10d_functional" in line else line for line in code.splitlines())
+    code = "\n".join(
+        re.sub(r"'(\w+)'\)", _group_size, line) if "_c10d_functional" in line else line for line in code.splitlines()
+    )
     types = [
         (tuple(value.shape), tuple(value.stride()), str(value.dtype)) for value in inputs if isinstance(value, torch.Tensor)
     ]
     return f"{code}\n{types}"
+
+
+def _group_size(name: re.Match[str]) -> str:
+    return f"group of {torch.distributed.distributed_c10d._resolve_process_group(name[1]).size()})"

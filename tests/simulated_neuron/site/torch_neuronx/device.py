@@ -105,6 +105,18 @@ class NeuronModule(ModuleType):
     def set_stream(self, stream: torch.Stream) -> None:
         torch.accelerator.set_stream(stream)
 
+    def wait_stream(self, stream: torch.Stream) -> None:
+        self.current_stream().wait_stream(stream)
+
+    def wait_event(self, event: torch.Event) -> None:
+        self.current_stream().wait_event(event)
+
+    def record_event(self, event: torch.Event | None = None) -> torch.Event:
+        return self.current_stream().record_event(event)
+
+    def query(self) -> bool:
+        return self.current_stream().query()
+
     @property
     def default_generators(self) -> list[torch.Generator]:
         return [extension().default_generator(index) for index in range(self.device_count())]
@@ -114,6 +126,12 @@ class NeuronModule(ModuleType):
 
     def manual_seed_all(self, seed: int) -> None:
         self.manual_seed(seed)  # of the cores of this host, a launched process drives one
+
+    def seed(self) -> None:
+        extension().default_generator(-1).seed()
+
+    def seed_all(self) -> None:
+        self.seed()
 
     def initial_seed(self) -> int:
         return extension().default_generator(-1).initial_seed()
@@ -136,8 +154,20 @@ class NeuronModule(ModuleType):
     def memory_reserved(self, device: Any = None) -> int:
         return torch.accelerator.memory_reserved()
 
+    def max_memory_reserved(self, device: Any = None) -> int:
+        return torch.accelerator.max_memory_reserved()
+
+    def memory_stats(self, device: Any = None) -> dict[str, Any]:
+        return dict(torch.accelerator.memory_stats())
+
+    def memory_summary(self, device: Any = None) -> str:
+        return "\n".join(f"{name}: {value}" for name, value in self.memory_stats().items())
+
     def reset_peak_memory_stats(self, device: Any = None) -> None:
         torch.accelerator.reset_peak_memory_stats()
+
+    def reset_accumulated_memory_stats(self, device: Any = None) -> None:
+        torch.accelerator.reset_accumulated_memory_stats()
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.float32, torch.float16, torch.bfloat16]
