@@ -266,7 +266,7 @@ def test_cuda_says_which_piece_is_missing(monkeypatch, tmp_path, build, driver, 
 
 
 @pytest.mark.parametrize(("visible", "local_rank", "index"), [(1, 0, 0), (1, 3, 0), (4, 3, 3)])
-def test_cuda_rank_takes_its_gpu_or_the_only_one_it_is_shown(monkeypatch, visible, local_rank, index):
+def test_e5_cuda_rank_takes_its_gpu_or_the_only_one_it_is_shown(monkeypatch, visible, local_rank, index):
     current = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
     monkeypatch.setattr(torch.cuda, "set_device", current.append)

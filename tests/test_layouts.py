@@ -16,6 +16,7 @@ NONE, SELECTIVE, FULL = (f"--parallel.activation_checkpointing {kind}" for kind 
 SIMPLE, DDP = "--parallel.data_parallel_wrapper simple_fsdp", "--parallel.data_parallel_wrapper ddp"
 HSDP = "--parallel.data_parallel_replicate_degree 2"
 EAGER, COMPILED = "--run.mode eager", "--run.mode compile --compile.backend aot_eager"
+INDUCTOR = "--run.mode compile"
 BOTH_SAMPLES = "--training.local_batch_size 2"  # no accumulation on two data-parallel ranks
 
 LAYOUTS = {
@@ -37,6 +38,8 @@ LAYOUTS = {
         f"{UNTIED} {TWO} {COMPILED} {NONE}",
         f"qwen3_32b_trn2_eager {TWO} {EAGER}",
         f"qwen3_32b_h200x8 {COMPILED}",
+        f"{UNTIED} {ALONE} {INDUCTOR} {NONE}",
+        f"{UNTIED} {TWO} {INDUCTOR} {SELECTIVE}",
     ],
     4: [
         f"{TIED} {ALONE} {COMPILED} {NONE}",
@@ -116,7 +119,7 @@ def check(layouts: list[str], references: dict[str, Trained], runs: list[Trained
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("world_size", LAYOUTS)
-def test_every_layout_trains_like_one_process(world_size, references, tmp_path):
+def test_d16_every_layout_trains_like_one_process(world_size, references, tmp_path):
     layouts = LAYOUTS[world_size]
     runs = train([arguments(layout, "cpu") for layout in layouts], world_size, tmp_path)
     check(layouts, references, runs, world_size)

@@ -360,7 +360,7 @@ def test_profile_uses_the_neuron_capture_where_there_is_one(installed, tmp_path,
     assert arguments["on_trace_ready"] == ("exporter of", {"profile_output_dir": str(tmp_path)})
 
 
-def test_device_has_no_index():
+def test_e5_device_has_no_index():
     """In a process of its own: the name of the plug-in device can be set only once."""
     program = """
 import torch

@@ -122,6 +122,24 @@ def test_b4_two_ranks_compile_each_graph_once(story: Story):
     assert record["compile"]["cache"]["state"] == "warm"
 
 
+RANK_IN_A_GRAPH = (
+    "import os, sys\n"
+    "from models.qwen3.model import Block\n"
+    "from tests.simulated_neuron.train import main\n"
+    "forward, shift = Block.forward, 1e-9 * int(os.environ['RANK'])\n"
+    "Block.forward = lambda self, *inputs: forward(self, *inputs) + shift\n"
+    "sys.exit(main(sys.argv[1:]))\n"
+)
+
+
+@pytest.mark.distributed
+def test_b5_a_graph_with_a_rank_in_it_is_flagged(story: Story):
+    codes, outputs, record = story.train(2, *COMPILED, program=RANK_IN_A_GRAPH)
+    assert codes == [0, 0], outputs
+    assert len(record["compile"]["rank_dependent_graphs"]) == 2, "the forward graphs; the backward does not see the constant"
+    assert "warning: 2 compiled graphs are rank-dependent" in outputs[0]
+
+
 OWN_CACHE = (
     "import os, sys\n"
     "os.environ['TORCH_NEURONX_NEFF_CACHE_DIR'] += os.environ.get('RANK', '0')\n"

@@ -9,6 +9,7 @@ attention kernels only.
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,7 +19,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]  # documented, yet not in the stubs
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor.parallel import loss_parallel
 
 from backends.base import Backend
@@ -65,7 +68,10 @@ class Ranks:
         if self.world.size == 1:
             return
         timeout = timedelta(seconds=self.limits.first_step_timeout_seconds)
-        dist.init_process_group(backend.process_group, timeout=timeout)
+        store, rank, size = next(rendezvous("env://", timeout=timeout))
+        # After an elastic restart the launcher's store may still hold the addresses of the processes that are gone.
+        store = PrefixStore(f"firststep/attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        dist.init_process_group(backend.process_group, store=store, rank=rank, world_size=size, timeout=timeout)
         control = dist.new_group(backend="gloo", timeout=timeout)
         assert isinstance(control, dist.ProcessGroup)
         self._control = control
