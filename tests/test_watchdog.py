@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from recipes.base import Comm
 from tests.fake_backend import FakeClock
 from tests.ranks import Processes
 from training import timeline as phases
@@ -27,7 +28,7 @@ from training.rank_status import DONE, RUNNING, Status, furthest_behind, heartbe
 from training.record import RunFailed
 from training.timeline import Timeline
 from training.wakeup import STOPS, Wakeup, undisturbed
-from training.watchdog import Limits, Watchdog
+from training.watchdog import Watchdog
 from training.world import World
 
 needs_proc = pytest.mark.skipif(machine_id() is None, reason="needs /proc")
@@ -168,7 +169,7 @@ class Scene:
         self.board = Board(dist.HashStore(), world_size, held_by_rank_0=False) if world_size > 1 else None
         timeline = Timeline(self.clock, age=lambda: 0.0)
         self.timeline = timeline
-        limits = Limits(first_step_seconds=10.0, step_seconds=4.0, heartbeat_seconds=3.0)
+        limits = Comm(first_step_timeout_seconds=10.0, step_timeout_seconds=4.0, heartbeat_seconds=3.0)
         self.watchdog = Watchdog(
             timeline, limits, self.said.append, lambda error: None, world_size=world_size, board=self.board, **keywords
         )
@@ -347,7 +348,7 @@ def test_a_signal_does_not_disturb_the_end():
 
 
 def test_leaving_normally_and_by_an_error_of_ones_own():
-    timeline, limits = Timeline(), Limits(10.0, 10.0, 10.0)
+    timeline, limits = Timeline(), Comm()
     with Watchdog(timeline, limits, print, print) as watchdog:
         watchdog.step = 1
     assert not [thread for thread in threading.enumerate() if thread.name == "watchdog"]
@@ -480,7 +481,7 @@ def work(scenario, *, first, later, heartbeat, victim=None, folder=None):
 
     watchdog = Watchdog(
         timeline,
-        Limits(first, later, heartbeat),
+        Comm(first_step_timeout_seconds=first, step_timeout_seconds=later, heartbeat_seconds=heartbeat),
         lambda line: print(line, flush=True),
         lambda error: print("ended:", error, flush=True),
         rank=world.rank,

@@ -29,7 +29,7 @@ from recipes.base import Recipe
 from training.rank_board import connect
 from training.record import RunFailed
 from training.timeline import Timeline
-from training.watchdog import Limits, Watchdog
+from training.watchdog import Watchdog
 from training.world import World
 
 T = TypeVar("T")
@@ -83,11 +83,9 @@ class Ranks:
             notify: prints a line.
             end: called if the run has to be ended while the main thread is blocked.
         """
-        limits = self.limits
-        seconds = Limits(limits.first_step_timeout_seconds, limits.step_timeout_seconds, limits.heartbeat_seconds)
         rank, size = self.world.rank, self.world.size
         board = connect(size) if size > 1 else None
-        self.watchdog = Watchdog(timeline, seconds, notify, end, rank=rank, world_size=size, board=board)
+        self.watchdog = Watchdog(timeline, self.limits, notify, end, rank=rank, world_size=size, board=board)
         return self.watchdog
 
     def arrange(self, backend: Backend) -> None:

@@ -14,9 +14,9 @@ import threading
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from types import TracebackType
 
+from recipes.base import Comm
 from training.collateral import cause_in_one_line, may_be_collateral
 from training.processes import COMPILERS
 from training.rank_board import Board, Failure, Neighbours
@@ -39,20 +39,6 @@ class RankFailed(RunFailed):
     """Another rank ended the run; the message names it and its cause."""
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Seconds."""
-
-    first_step_seconds: float | None
-    """Longest first step. None: no limit."""
-    step_seconds: float | None
-    """Longest later step."""
-    heartbeat_seconds: float
-    """How often the first step says that it is still going on."""
-    lost_after_seconds: float = 60.0
-    """Silence after which a rank on another machine counts as dead; a compiler may hold Python's lock for a while."""
-
-
 class Watchdog:
     """Runs beside the loop, as a context manager around it; the loop sets `step`.
 
@@ -65,13 +51,15 @@ class Watchdog:
             once, and never once the main thread closes it itself. The process exits when it returns.
         board: from `connect`; None in a run of one process, which has heartbeats and signals only.
         forecast_seconds: expected length of the first step. None: unknown.
+        lost_after_seconds: silence after which a rank on another machine counts as dead; a compiler may hold Python's lock
+            for a while.
         exit_process: os._exit; other threads may be blocked for good, so nothing else ends the process.
     """
 
     def __init__(
         self,
         timeline: Timeline,
-        limits: Limits,
+        limits: Comm,
         notify: Callable[[str], None],
         end: Callable[[BaseException], None],
         *,
@@ -79,13 +67,14 @@ class Watchdog:
         world_size: int = 1,
         board: Board | None = None,
         forecast_seconds: float | None = None,
+        lost_after_seconds: float = 60.0,
         compilers: Sequence[str] = COMPILERS,
         exit_process: Callable[[int], None] = os._exit,
     ):
         self.limits, self.notify, self.end, self.exit_process = limits, notify, end, exit_process
         self.rank, self.world_size, self.forecast_seconds, self.clock = rank, world_size, forecast_seconds, timeline.clock
         self.own = Observer(timeline, rank, compilers)
-        self.neighbours = Neighbours(board, rank, world_size, limits.lost_after_seconds, self.clock)
+        self.neighbours = Neighbours(board, rank, world_size, lost_after_seconds, self.clock)
         self._heartbeats = 0
         self._failed_at: float | None = None
         self._signalled_at: float | None = None
@@ -245,9 +234,9 @@ class Watchdog:
     def _check_limit(self) -> None:
         (step, began), task = self.own.step, self.own.task
         is_first = step <= 1 or task is not None
-        limit = self.limits.first_step_seconds if is_first else self.limits.step_seconds
+        limit = self.limits.first_step_timeout_seconds if is_first else self.limits.step_timeout_seconds
         elapsed = self.clock() - (task[1] if task else began)
-        if limit is None or elapsed < limit or self.neighbours.board is None or self.failure is not None:
+        if elapsed < limit or self.neighbours.board is None or self.failure is not None:
             return
         option = f"comm.{'first_' if is_first else ''}step_timeout_seconds"
         what = task[0] if task else f"step {max(step, 1)}"
