@@ -15,6 +15,7 @@ MAY_IMPORT = {
     "models": ("recipes.base",),
     "backends": (),
     "training": ("recipes.base", "backends.base", "backends.peak_flops"),
+    "preflight": ("recipes", "backends", "models", "training"),
 }
 OUTSIDE = {
     # folder: third-party packages it may import
