@@ -14,9 +14,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from backends.chip_limits import ChipLimits, limits_of
 from backends.peak_flops import Peak, peaks_for
 
 if TYPE_CHECKING:
@@ -89,6 +91,9 @@ class Backend(ABC):
     """Name that torch.compile gets unless the recipe names another one."""
     compile_options: ClassVar[dict[str, tuple[Any, ...]]] = {"dynamic": (False,), "fullgraph": (True, False)}
     """Legal values of each torch.compile keyword that the loop passes."""
+    compile_packages: ClassVar[tuple[str, ...]] = ("torch",)
+    compile_variables: ClassVar[tuple[str, ...]] = ()
+    """Packages whose versions, and variables whose values, are part of the compile cache's key."""
     process_group: ClassVar[str]
     """Name for torch.distributed.init_process_group."""
     pin_memory: ClassVar[bool] = False
@@ -196,6 +201,11 @@ class Backend(ABC):
         """
         return {}
 
+    def compile_settings(self) -> dict[str, str | None]:
+        """Return what a compile cache's key holds besides the graph: versions and variables. None: absent, or not set."""
+        versions = {f"version of {package}": installed_version(package) for package in self.compile_packages}
+        return {**versions, **{name: os.environ.get(name) for name in self.compile_variables}}
+
     def compile_cache(self) -> CompileCache:
         """The persistent compile cache now."""
         return CompileCache()
@@ -226,6 +236,14 @@ class Backend(ABC):
     def peak_flops(self, dtype: str, chip: str | None = None) -> Peak | None:
         """The first of `peaks`. None: the chip or its peak is unknown, so there is no MFU."""
         return next(iter(self.peaks(dtype, chip)), None)
+
+    def limits(self, chip: str | None = None) -> ChipLimits | None:
+        """Memory and bandwidth of one rank's share of the chip. None: unknown.
+
+        Args:
+            chip: name from the peak table. None: what the device reports.
+        """
+        return limits_of(chip or self.chip())
 
     def profile_arguments(self, directory: Path) -> dict[str, Any]:
         """Keywords for torch.profiler.profile that make it write its traces into `directory`."""
@@ -261,6 +279,14 @@ class Backend(ABC):
         import torch
 
         return {"chip": self.chip(), "torch": str(torch.__version__)}
+
+
+def installed_version(package: str) -> str | None:
+    """The version of an installed distribution. None: it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def read_text(path: Path) -> str | None:

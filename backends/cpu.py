@@ -21,6 +21,7 @@ class CpuBackend(Backend):
 
     name = "cpu"
     compile_backend = "inductor"
+    compile_packages = ("torch", "triton")
     process_group = "gloo"
     adamw = ("fused", "foreach", "loop")
 

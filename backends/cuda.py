@@ -19,6 +19,7 @@ class CudaBackend(Backend):
 
     name = "cuda"
     compile_backend = "inductor"
+    compile_packages = ("torch", "triton")
     process_group = "nccl"
     pin_memory = True
     adamw = ("fused", "foreach", "loop")

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from backends import neuron_cores
-from backends.base import Backend, BackendUnavailable, CompileCache, Memory, read_text
+from backends.base import Backend, BackendUnavailable, CompileCache, Memory, installed_version, read_text
+from backends.chip_limits import ChipLimits
 from backends.peak_flops import Peak, peaks_for, table_name
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ class NeuronBackend(Backend):
 
     name = "neuron"
     compile_backend = "neuron"
+    compile_packages = ("torch", "torch-neuronx", "neuronx-cc")
+    compile_variables = ("NEURON_CC_FLAGS", "NEURON_COMPILER_OPT_LEVEL")
     process_group = "neuron"
 
     oldest_python: tuple[int, int] = (3, 12)
@@ -68,7 +71,7 @@ class NeuronBackend(Backend):
             missing.append(f"Python {wanted} or later (this is {got})")
         if importlib.util.find_spec("torch_neuronx") is None:
             return [*missing, "package torch_neuronx (not installed)"]
-        neuronx, torch_version = _version("torch-neuronx"), _version("torch")
+        neuronx, torch_version = installed_version("torch-neuronx"), installed_version("torch")
         if neuronx and _family(neuronx) < (2, 13):
             missing.append(f"native torch-neuronx, 2.13 or 2.14 (found {neuronx}, which is built on XLA)")
         elif neuronx and torch_version and _family(neuronx) != _family(torch_version):
@@ -150,6 +153,10 @@ class NeuronBackend(Backend):
 
     # --- compiling ----------------------------------------------------------------------------------------------------
 
+    def compile_settings(self) -> dict[str, str | None]:
+        """With LNC as it is resolved: a graph compiled for one size of logical core does not run on another."""
+        return {**super().compile_settings(), "LNC": str(neuron_cores.logical_core_config()[0])}
+
     def compile_kwargs(self) -> dict[str, Any]:
         """The options, as one dict object for all blocks.
 
@@ -196,6 +203,14 @@ class NeuronBackend(Backend):
             for peak in peaks_for(listed, dtype)
         ]
 
+    def limits(self, chip: str | None = None) -> ChipLimits | None:
+        """One logical core's share of the chip's memory and bandwidth: with LNC=2 a quarter of a Trainium2."""
+        whole = super().limits(chip)
+        physical, lnc = neuron_cores.PHYSICAL_CORES.get(whole.chip if whole else ""), neuron_cores.logical_core_config()[0]
+        if whole is None or physical is None or lnc is None:
+            return None
+        return whole.shared_by(physical // lnc)
+
     def profile_arguments(self, directory: Path) -> dict[str, Any]:
         """Torch's trace, and where torch_neuronx.profiling exists its own capture for Neuron Explorer.
 
@@ -218,8 +233,8 @@ class NeuronBackend(Backend):
         lnc, source = neuron_cores.logical_core_config()
         return {
             **super().describe(),
-            "torch_neuronx": _version("torch-neuronx"),
-            "neuronx_cc": _version("neuronx-cc"),
+            "torch_neuronx": installed_version("torch-neuronx"),
+            "neuronx_cc": installed_version("neuronx-cc"),
             "driver": (read_text(self.driver_version_file) or "").strip() or None,
             "devices": _count(_ask(_neuron(), "device_count")),
             "logical_core_config": lnc,
@@ -270,13 +285,6 @@ def _counter(name: str) -> int | None:
     if names is not None and name not in names:
         return 0 if not names or any(other.startswith("CompilationCache.") for other in names) else None
     return _count(_ask(metrics, "get_counter_value", name))
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _family(version: str) -> tuple[int, int]:

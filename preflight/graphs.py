@@ -43,6 +43,8 @@ class Graph:
     """Name and place of the function that is compiled."""
     cause: str = ""
     """Why Dynamo compiled it."""
+    captured_operators: int | None = None
+    """Operators that Dynamo captured, in the forward direction: the size that a run's record has too."""
 
     @property
     def fingerprint(self) -> str:

@@ -7,7 +7,7 @@ import linecache
 import sys
 import traceback
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -71,9 +71,18 @@ def take_inventory(recipe: Recipe, ranks: Ranks, seq_lens: tuple[int | None, ...
     def show(operator: Any, arguments: tuple[Any, ...], named: dict[str, Any], result: Any) -> None:
         if operator.is_view or operator.namespace in ("prim", "profiler"):
             return
+        if operator.namespace == "aten" and arguments and on_host(arguments[0]):
+            return
         inventory.operators[signature(operator, arguments, named, groups)] += 1
         for kind, text in hazards(operator, arguments, named):
             findings[kind, _caller(), text] += 1
+
+    counters = set[int]()
+    """AdamW's counts of its steps, which stay on the host."""
+
+    def on_host(value: Any) -> bool:
+        tensors = value if isinstance(value, (list, tuple)) else [value]
+        return all(isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata in counters for tensor in tensors)
 
     watcher = ShowOperators(show)
 
@@ -86,6 +95,8 @@ def take_inventory(recipe: Recipe, ranks: Ranks, seq_lens: tuple[int | None, ...
     dynamo_callbacks.on_compile_end(end)
     try:
         with staged(recipe, ranks, compile_keywords=keywords) as stage, watcher:
+            steps = (state["step"] for state in stage.optimizer.state.values())
+            counters |= {step.untyped_storage()._cdata for step in steps}
             for seq_len in seq_lens * min(2, recipe.accumulation_steps(ranks.world.size)):
                 stage.backward(stage.forward(stage.batch(seq_len)))
             stage.clip()
@@ -120,12 +131,15 @@ def _explained(graphs: list[Graph], seen_metrics: int) -> list[Graph]:
             continue
         function = f"{entry.co_name} ({place(entry.co_filename or '', entry.co_firstlineno or 0, '').partition(' `')[0]})"
         cause = entry.recompile_reason or "first call"
-        result.append(Graph(graph.compile_id, graph.direction, graph.lines, function, cause))
+        result.append(replace(graph, function=function, cause=cause, captured_operators=entry.graph_op_count))
     return result
 
 
 def signature(operator: Any, arguments: tuple[Any, ...], named: dict[str, Any], groups: dict[str, str]) -> str:
-    """Return an eager operator with types, shapes and scalar arguments: what a device compiles on its first use."""
+    """Return an eager operator with types, shapes and scalar arguments: what a device compiles on its first use.
+
+    The value of a floating-point scalar is left out: a learning rate is another one in each step.
+    """
     parts = [_shown(argument, groups) for argument in arguments]
     parts += [f"{name}={_shown(value, groups)}" for name, value in sorted(named.items())]
     text = ", ".join(parts)
@@ -144,7 +158,7 @@ def _shown(value: Any, groups: dict[str, str]) -> str:
         return "device"
     if isinstance(value, str):
         return groups.get(value, value)
-    if value is None or isinstance(value, (bool, int, float, torch.dtype, torch.layout, torch.memory_format)):
+    if value is None or isinstance(value, (bool, int, torch.dtype, torch.layout, torch.memory_format)):
         return repr(value)
     return type(value).__name__
 

@@ -110,6 +110,15 @@ class MemoryLog:
                 highest = Peak(total, dict(at), change.phase, change.place)
         return highest
 
+    def peaks(self) -> dict[tuple[str, str], int]:
+        """Return the most bytes since `begin` of each phase and place."""
+        total, highest = sum(size for _, size in self._before), Counter[tuple[str, str]]()
+        for change in self._changes:
+            total += change.bytes
+            moment = (change.phase, change.place)
+            highest[moment] = max(highest[moment], total)
+        return dict(highest)
+
     @contextmanager
     def resizes(self) -> Iterator[None]:
         """See FSDP free its gathered weights and fill them again, which it does in place and without an operator."""

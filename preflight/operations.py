@@ -36,6 +36,17 @@ class Collective:
     """Axes of the mesh, or `all ranks`."""
 
 
+@dataclass(frozen=True)
+class Traffic:
+    """All messages of one kind among one group of ranks in a step."""
+
+    kind: str
+    group: str
+    count: int
+    bytes: int
+    """The larger of what goes in and what comes out of each call: the gathered size, not the bytes on the wire."""
+
+
 @dataclass
 class Operations:
     """Counts of one rank.
@@ -49,7 +60,6 @@ class Operations:
     """By phase. A multiply and an add are two; attention is not halved for causality; recomputation counts."""
     count: Counter[Collective] = field(default_factory=Counter)
     bytes: Counter[Collective] = field(default_factory=Counter)
-    """The larger of what goes in and what comes out of each call: the gathered size, not the bytes on the wire."""
 
     def saw(self, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], result: Any, phase: str) -> None:
         """Count one operator."""
@@ -58,6 +68,11 @@ class Operations:
             self._message(name, arguments, keywords, result)
         else:
             self.flops[phase] += _flops(function, arguments, keywords, result)
+
+    def traffic(self) -> list[Traffic]:
+        """Return the messages, the most bytes first."""
+        found = [Traffic(kind.kind, kind.group, count, self.bytes[kind]) for kind, count in self.count.items()]
+        return sorted(found, key=lambda messages: -messages.bytes)
 
     def snapshot(self) -> tuple[Counter[Any], ...]:
         """Return copies of the counts."""

@@ -5,7 +5,6 @@ What is not seen: an allocator's fragmentation, a compiler's scratch memory and 
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from preflight.memory import ACTIVATIONS, GRADIENTS, INPUTS, OPTIMIZER_STATE, PARAMETERS, MemoryLog, Peak
-from preflight.operations import Collective, Operations
+from preflight.operations import Operations, Traffic
 from preflight.stage import Attention, Stage, staged
 from recipes.base import Recipe
 from training.distributed import Ranks
@@ -36,10 +35,11 @@ class Rehearsal:
     """Kept from the first forward pass for its backward pass."""
     peak: Peak
     """Of a steady step: the optimizer has its state."""
+    peaks: dict[tuple[str, str], int]
+    """The fullest moment of each phase and place of that step."""
     flops: dict[str, int]
     """By phase."""
-    collectives: dict[Collective, tuple[int, int]]
-    """Number and bytes of each."""
+    collectives: list[Traffic]
 
     @property
     def total_flops(self) -> int:
@@ -76,7 +76,7 @@ def rehearse(recipe: Recipe, ranks: Ranks, attention: Attention = "fused") -> Re
             stage.clip()
             log.place = "AdamW"
             stage.update()
-        peak = log.peak()
+        peak, peaks = log.peak(), log.peaks()
         num_parameters = sum(_numel(parameter) for parameter in model.parameters())
     operations.repeat(*counts[-2:], times=batches - rehearsed)
     return Rehearsal(
@@ -88,21 +88,9 @@ def rehearse(recipe: Recipe, ranks: Ranks, attention: Attention = "fused") -> Re
         optimizer_bytes=before[OPTIMIZER_STATE],
         activation_bytes=kept[0],
         peak=peak,
+        peaks=peaks,
         flops={phase: flops for phase, flops in operations.flops.items() if flops},
-        collectives={kind: (count, operations.bytes[kind]) for kind, count in operations.count.items()},
-    )
-
-
-def with_choice(recipe: Recipe, **choice: Any) -> Recipe:
-    """Return the recipe with another activation_checkpointing or local_batch_size; the global batch follows the local one."""
-    parallel = {name: value for name, value in choice.items() if name == "activation_checkpointing"}
-    training = {name: value for name, value in choice.items() if name == "local_batch_size"}
-    if training:
-        training["global_batch_size"] = None
-    return dataclasses.replace(
-        recipe,
-        parallel=dataclasses.replace(recipe.parallel, **parallel),
-        training=dataclasses.replace(recipe.training, **training),
+        collectives=operations.traffic(),
     )
 
 

@@ -205,6 +205,19 @@ class Run:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Published:
+    """What somebody else measured with the same work."""
+
+    tokens_per_second: float
+    """Of all ranks together."""
+    mfu: float
+    """Share of the peak, between 0 and 1."""
+    first_step_seconds: float
+    source: str
+    """Who measured it, when and on what, and which of the work is inferred rather than published."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Recipe:
     """One training run, complete."""
 
@@ -222,6 +235,8 @@ class Recipe:
     compile: Compile = field(default_factory=Compile)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     run: Run = field(default_factory=Run)
+    published: Fixed[Published | None] = None
+    """Figures to reproduce. None: nobody has published any."""
 
     def data_parallel_size(self, world_size: int = 1) -> int:
         """Ranks that read different samples: all, divided by those that share each matrix."""
@@ -253,6 +268,7 @@ class Recipe:
         accumulated = None if self.training.global_batch_size is None else 8
         return replace(
             self,
+            published=None,
             model=replace(self.model, tiny=True, initial_weights=None),
             data=Data(isolate_documents=self.data.isolate_documents),
             optimizer=replace(self.optimizer, lr=1e-3, warmup_steps=2),

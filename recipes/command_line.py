@@ -90,7 +90,7 @@ def lines(recipe: Recipe) -> list[str]:
 def _sections(recipe: Recipe):
     for item in fields(recipe):
         value = getattr(recipe, item.name)
-        if is_dataclass(value):
+        if is_dataclass(value) and item.name != "published":
             yield item.name, value
 
 

@@ -20,4 +20,5 @@ RECIPE = replace(
     parallel=Parallel(ranks=8, activation_checkpointing="selective"),
     comm=Comm(),
     run=replace(TRN2.run, device="cuda", chip=None),
+    published=None,
 )

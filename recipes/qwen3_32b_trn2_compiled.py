@@ -19,4 +19,5 @@ RECIPE = replace(
     name="qwen3_32b_trn2_compiled",
     description="Qwen3-32B on one trn2.48xlarge, compiled: the work of a published run (not yet run on Trainium)",
     run=replace(EAGER.run, mode="compile"),
+    published=replace(EAGER.published, tokens_per_second=14_156, mfu=0.3047, first_step_seconds=255.7),
 )

@@ -137,6 +137,17 @@ def test_contract(name, tmp_path, monkeypatch):
     graphs = backend.compiled_graphs()
     assert graphs is None or all(isinstance(graph, str) for graph in graphs)
 
+    # A compile cache's key: versions and variables, in words.
+    settings = backend.compile_settings()
+    assert settings["version of torch"] == torch.__version__
+    assert set(backend.compile_variables) <= set(settings)
+    assert {f"version of {package}" for package in backend.compile_packages} <= set(settings)
+
+    # Memory and bandwidth: of a listed chip, and nobody else's.
+    listed = backend.limits("Trainium2")
+    assert listed is not None and listed.memory_bytes * listed.ranks_per_chip == 96 * 2**30
+    assert backend.limits("no such chip") is None
+
     # Record: facts that JSON can hold.
     facts = json.loads(json.dumps(backend.describe()))
     assert facts["chip"] == backend.chip()

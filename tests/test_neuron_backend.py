@@ -374,3 +374,15 @@ print(get_backend("neuron").device(3), get_backend("neuron").device(3).index)
 
 def test_get_backend_keeps_one_options_object():
     assert get_backend("neuron").compile_kwargs()["options"] is get_backend("neuron").compile_kwargs()["options"]
+
+
+def test_a_rank_has_a_quarter_of_a_chip_with_two_cores_and_an_eighth_with_one(monkeypatch):
+    """Case E8: and the size of a logical core is part of what a compile cache is keyed by."""
+    backend = NeuronBackend()
+    for lnc, ranks in (("2", 4), ("1", 8)):
+        monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", lnc)
+        limits = backend.limits("Trainium2")
+        assert limits is not None
+        assert (limits.ranks_per_chip, limits.memory_bytes) == (ranks, 96 * 2**30 / ranks)
+        assert backend.compile_settings()["LNC"] == lnc
+    assert backend.limits("H200") is None  # not a chip that has logical cores

@@ -51,6 +51,10 @@ class Compilation:
     """Wall seconds, tracing included."""
     trace_seconds: float
     cause: str
+    compile_id: str | None = None
+    """Dynamo's number: which function, and the how-manieth compilation of it. Both directions share one."""
+    operators: int | None = None
+    """Operators that Dynamo has captured: the size by which a compilation is compared with others."""
 
 
 @dataclass
@@ -83,7 +87,9 @@ class CompileWatch:
         """Return what was compiled since the last call and book it on `step`."""
         if not self.active:
             return []
-        new = [_describe(entry, step) for entry in self._metrics()[self._seen :]]
+        entries = self._metrics()
+        sizes = {entry.compile_id: entry.graph_op_count for entry in entries if entry.graph_op_count is not None}
+        new = [_describe(entry, step, sizes.get(entry.compile_id)) for entry in entries[self._seen :]]
         self._seen += len(new)
         self.compilations += new
         return new
@@ -172,7 +178,7 @@ def _identity(directory: str | None) -> str | None:
         return f"{directory} on {socket.gethostname()}"
 
 
-def _describe(entry: Any, step: int) -> Compilation:
+def _describe(entry: Any, step: int, operators: int | None = None) -> Compilation:
     """Translate one torch._dynamo.utils.CompilationMetrics."""
     seconds = (entry.duration_us or 0) / 1e6
     forward = entry.is_forward is not False
@@ -180,7 +186,8 @@ def _describe(entry: Any, step: int) -> Compilation:
     traced = seconds - (entry.backend_compile_time_s or 0.0) if forward else 0.0
     where = f"{entry.co_name} ({entry.co_filename})" if entry.co_name else f"graph {entry.compile_id}"
     cause = entry.recompile_reason or entry.fail_reason or ("first call" if forward else "first backward pass")
-    return Compilation(step, where, "forward" if forward else "backward", seconds, max(0.0, traced), cause)
+    direction = "forward" if forward else "backward"
+    return Compilation(step, where, direction, seconds, max(0.0, traced), cause, entry.compile_id, operators)
 
 
 def cache_state(hits: int | None, misses: int | None) -> str | None:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.base import Recipe, RecipeError
+from training.snapshot import write_snapshot
 
 SCHEMA_VERSION = 1
 SCHEMA_PATH = Path(__file__).with_name("record.schema.json")
@@ -31,7 +32,7 @@ class RunFailed(RuntimeError):
 
 
 class RunRecord:
-    """`record.json`, `steps.jsonl` and `environment.txt` of one run.
+    """`record.json`, `steps.jsonl`, `environment.txt` and `sources.zip` of one run.
 
     `record.json` says `running` from the start and is replaced atomically, so a reader never sees half of it.
     """
@@ -72,6 +73,7 @@ class RunRecord:
             },
         }
         self.write()
+        write_snapshot(repository, self.folder)
         self._steps = (self.folder / "steps.jsonl").open("a", encoding="ascii")
 
     def update(self, **sections: Any) -> None:

@@ -1,0 +1,205 @@
+"""What preflight has found out, on one screen or as data."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from preflight.against import Comparison
+from preflight.forecast import Seconds
+from preflight.study import Study
+from training.console import seconds
+
+_FINDINGS = 6
+"""Lines of findings that are shown."""
+
+
+def as_data(study: Study) -> dict[str, Any]:
+    """Return a study for JSON: bytes, FLOPs and seconds of one rank; unknown is null."""
+    data = asdict(study)
+    data["rehearsal"]["peaks"] = [
+        {"phase": phase, "place": place, "bytes": size} for (phase, place), size in study.rehearsal.peaks.items()
+    ]
+    inventory = data.pop("stored")["inventory"]
+    for graph, kept in zip(inventory["graphs"], study.stored.inventory.graphs, strict=True):
+        graph |= {"fingerprint": kept.fingerprint, "operators": kept.operators}
+        del graph["lines"]
+    return {**data, "inventory": inventory}
+
+
+def show(study: Study, console: Console) -> None:
+    """Print a study."""
+    mode = "compiled" if study.mode == "compile" else "eager"
+    console.print(f"[bold]{study.recipe}[/]: {study.description}", highlight=False)
+    print_line(console, "work", f"{study.ranks} ranks, {study.layout}; {study.tokens_per_step:,} tokens a step; {mode}")
+    console.print(_choices(study))
+    for name, text in _lines(study):
+        print_line(console, name, text)
+
+
+def show_comparison(comparison: Comparison, older: str, console: Console) -> None:
+    """Print what compiles again since `older`, and why."""
+    console.print(f"[bold]{comparison.verdict}[/] (against {older})", highlight=False)
+    for name, entries in (
+        ("settings", comparison.changed_settings),
+        ("fields", comparison.changed_fields),
+        ("sources", comparison.changed_sources),
+    ):
+        if entries:
+            print_line(console, name, "\n".join(entries))
+    for new in comparison.new:
+        where = f"\nat {new.where}" if new.where else ""
+        size = f"{new.graph.operators} operators"
+        print_line(console, "new", f"{new.graph.direction} of {new.graph.function}, {size}: {new.difference}{where}")
+    for graph in comparison.reused:
+        print_line(console, "reused", f"{graph.direction} of {graph.function}, {graph.operators} operators")
+    if comparison.new_operators:
+        shown = comparison.new_operators[:_FINDINGS]
+        more = len(comparison.new_operators) - len(shown)
+        print_line(console, "operators", "\n".join([*shown, *([f"and {more} more: --json lists all"] if more else [])]))
+
+
+def print_line(console: Console, name: str, text: str) -> None:
+    """Print one named fact; what is too long goes on below, indented."""
+    table = Table(box=None, show_header=False, padding=(0, 1, 0, 0))
+    table.add_column(width=12, style="bold")
+    table.add_column(overflow="fold")
+    table.add_row(name, text)
+    console.print(table, markup=False, highlight=False)
+
+
+def _choices(study: Study) -> Table:
+    table = Table(title=f"one rank's step; device memory {_memory(study)}", title_justify="left", title_style="")
+    for column in ("checkpointing", "peak GiB", "fits", "largest local batch", "TFLOP a step"):
+        table.add_column(column, justify="left" if column == "checkpointing" else "right")
+    for choice in study.choices:
+        fits = {True: "yes", False: "no", None: "n/a"}[choice.fits]
+        largest = "n/a" if choice.largest_local_batch is None else str(choice.largest_local_batch)
+        name = choice.activation_checkpointing + (" (chosen)" if choice.is_chosen else "")
+        table.add_row(name, _gib(choice.peak_bytes), fits, largest, f"{choice.flops / 1e12:.4g}")
+    return table
+
+
+def _memory(study: Study) -> str:
+    if study.memory is None:
+        return "n/a (name the chip: --run.chip)"
+    chip, ranks = study.memory.chip, study.memory.ranks_per_chip
+    return f"{_gib(study.memory.memory_bytes)} GiB, " + (f"1/{ranks} of a {chip}" if ranks > 1 else f"one {chip}")
+
+
+def _lines(study: Study) -> Iterator[tuple[str, str]]:
+    rehearsal, inventory = study.rehearsal, study.stored.inventory
+    peak = rehearsal.peak
+    parts = ", ".join(f"{name} {_gib(size)}" for name, size in peak.by_category.items() if size >= 0.005 * peak.total_bytes)
+    yield "peak", f"{_gib(peak.total_bytes)} GiB in {peak.phase}, {peak.place}: {parts}"
+    kept = rehearsal
+    yield (
+        "whole step",
+        f"GiB: parameters {_gib(kept.parameter_bytes)} ({kept.num_parameters:,}), gradients {_gib(kept.gradient_bytes)}, "
+        f"optimizer state {_gib(kept.optimizer_bytes)}, activations kept {_gib(kept.activation_bytes)}",
+    )
+    if rehearsal.collectives:
+        big = [f"{m.count} {m.kind} over {m.group}, {_gib(m.bytes)} GiB" for m in rehearsal.collectives]
+        yield "messages", "; ".join(big)
+    yield "compiles", _compiles(study)
+    yield from _findings(inventory.findings)
+    yield "first step", _first_step(study.outlook)
+    yield "time-out", _timeout(study.outlook)
+    yield "mode", study.outlook.advice
+    yield "least time", _least_time(study)
+    yield "verdict", _verdict(study)
+    yield (
+        "assumed",
+        "fp32 parameters and AdamW state; attention as a fused kernel; no fragmentation, no compiler's scratch memory; eager "
+        "memory also where the recipe compiles. A plan from fake tensors, not a measurement.",
+    )
+
+
+def _compiles(study: Study) -> str:
+    inventory = study.stored.inventory
+    operators = f"{len(inventory.operators)} kinds of eager operators"
+    if not inventory.graphs:
+        return f"no graphs; {operators}"
+    distinct = inventory.distinct.values()
+    functions = Counter((graph.function, graph.direction) for graph in distinct)
+    graphs = []
+    for (function, direction), number in functions.items():
+        sizes = [graph.operators for graph in distinct if (graph.function, graph.direction) == (function, direction)]
+        graphs.append(f"{number} {direction} of {function}, {'/'.join(map(str, sizes))} operators")
+    return f"{len(distinct)} graphs: {'; '.join(graphs)}; {operators}"
+
+
+def _findings(findings: list[Any]) -> Iterator[tuple[str, str]]:
+    shown = sorted(findings, key=lambda finding: (finding.kind == "64-bit", finding.where is None, -finding.count))
+    for finding in shown[:_FINDINGS]:
+        where = f" at {finding.where}" if finding.where else " (no line of the model: the backward pass or torch itself)"
+        yield finding.kind, f"{finding.text}{where}, {finding.count} times"
+    if len(shown) > _FINDINGS:
+        yield "", f"and {len(shown) - _FINDINGS} more findings: --json lists all"
+
+
+def _first_step(outlook: Any) -> str:
+    if outlook.history:
+        waits = {"cold": outlook.cold, "warm": outlook.warm, "as the cache is": outlook.as_is}
+        return "; ".join(f"{name} cache {_wait(wait)}" for name, wait in waits.items()).replace("is cache", "is")
+    no_history = "n/a, this machine has no past run on this device"
+    if not outlook.published:
+        return no_history
+    steps = ", ".join(f"{value:.1f} s ({name})" for name, value in outlook.published.items())
+    return f"{no_history}; published: {steps}"
+
+
+def _wait(wait: Seconds) -> str:
+    if wait.seconds is None:
+        return "n/a"
+    return f"{seconds(wait.seconds)} ({seconds(wait.low)} to {seconds(wait.high)}, {wait.runs} runs)"
+
+
+def _timeout(outlook: Any) -> str:
+    allowed = f"the recipe allows {outlook.timeout_seconds:.0f} s for the first step"
+    if outlook.longest_seconds is None:
+        return allowed
+    fix = (
+        "" if outlook.timeout_is_enough else f"; too short: --comm.first_step_timeout_seconds {2 * outlook.longest_seconds:.0f}"
+    )
+    return f"{allowed}; the longest expected is {outlook.longest_seconds:.1f} s{fix}"
+
+
+def _least_time(study: Study) -> str:
+    roof = study.roofline
+    if roof.overlapped_seconds is None:
+        return "n/a: the peaks of the chip are not known"
+    text = (
+        f"{roof.overlapped_seconds:.2f} s a step if all overlaps, {roof.serial_seconds:.2f} s if nothing does (compute "
+        f"{roof.compute_seconds:.2f}, memory {roof.memory_seconds:.2f}, links {roof.link_seconds:.2f} s)"
+    )
+    if study.published is None:
+        return text
+    step = study.tokens_per_step / study.published.tokens_per_second
+    return f"{text}; published: {step:.2f} s a step, {study.published.tokens_per_second:,.0f} tokens/s"
+
+
+def _verdict(study: Study) -> str:
+    chosen = next(choice for choice in study.choices if choice.is_chosen)
+    if chosen.fits is None or study.memory is None:
+        return "n/a: the device's memory is not known; name the chip with --run.chip"
+    room = study.memory.memory_bytes - chosen.peak_bytes
+    if chosen.fits:
+        return f"fits, with {_gib(room)} GiB to spare"
+    others = [choice.activation_checkpointing for choice in study.choices if choice.fits]
+    fix = (
+        f"--parallel.activation_checkpointing {others[0]} would"
+        if others
+        else "no kind of checkpointing makes it fit: more ranks"
+    )
+    return f"does not fit: {_gib(-room)} GiB too much; {fix}"
+
+
+def _gib(size: float) -> str:
+    value = size / 2**30
+    return f"{value:.1f}" if value >= 10 else f"{value:.3g}"
