@@ -44,7 +44,9 @@ class Trained:
 class Processes:
     """Processes with the variables that torchrun would give them. As a context manager it ends them."""
 
-    def __init__(self, command: Sequence[str], world_size: int, environment: Mapping[str, str] | None = None):
+    def __init__(
+        self, command: Sequence[str], world_size: int, environment: Mapping[str, str] | None = None, *, root: Path = ROOT
+    ):
         base = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
             base.pop(name, None)
@@ -54,7 +56,7 @@ class Processes:
         self.processes = [
             subprocess.Popen(
                 [sys.executable, *command],
-                cwd=ROOT,
+                cwd=root,
                 env=base if world_size == 1 else base | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
