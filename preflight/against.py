@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from preflight.graphs import Graph, Line
@@ -71,13 +71,18 @@ def compare(old: Stored, new: Stored) -> Comparison:
 
 
 def find_causes(
-    comparison: Comparison, old: Stored, new: Stored, with_field: Callable[[str, str], Stored | None] | None
+    comparison: Comparison,
+    old: Stored,
+    new: Stored,
+    with_field: Callable[[str, str], Stored | None] | None = None,
+    edits: Sequence[str] = (),
 ) -> None:
     """Fill in the causes.
 
     Args:
         with_field: takes the older inventory again with one field changed, as name and new value; None: it cannot be. Only
             called where several things have changed: one change needs no trial.
+        edits: changed lines of the sources, as `file:line ...`; none are known if the older sources are not kept.
     """
     if not comparison.new and not comparison.new_operators:
         return
@@ -94,10 +99,10 @@ def find_causes(
         if tried is not None and _compiles_more(old, tried):
             comparison.causes.append(change)
     if comparison.changed_sources:
-        places = sorted({graph.where for graph in comparison.new if graph.where})
-        comparison.causes += places if places and not comparison.causes else []
-        if not comparison.causes:
-            comparison.causes = [f"changed source: {path}" for path in comparison.changed_sources]
+        used = {(line.where or "").partition(" ")[0] for graph in new.inventory.graphs for line in graph.lines}
+        in_a_graph = [edit for edit in edits if edit.partition(" ")[0] in used]
+        unknown = [f"an edit of {file}" for file in comparison.changed_sources]
+        comparison.causes += in_a_graph or list(edits) or unknown
 
 
 def _compiles_more(old: Stored, other: Stored) -> bool:

@@ -89,7 +89,8 @@ def _compare(recipe: Recipe, arguments: Sequence[str], what: str, as_json: bool)
             status.update(f"rehearsing {recipe.name}")
         new = take_in(ROOT, arguments)
         comparison = compare(old.stored, new)
-        find_causes(comparison, old.stored, new, old.with_field)
+        edits = old.edits(ROOT, comparison.changed_sources)
+        find_causes(comparison, old.stored, new, old.with_field, edits)
     if as_json:
         print(json.dumps({"verdict": comparison.verdict, **asdict(comparison)}, indent=1))
     else:

@@ -10,6 +10,7 @@ import hashlib
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._guards import CompileContext
 from torch.fx import GraphModule, Node
+
+from training.snapshot import FOLDERS
 
 FORWARD, BACKWARD = "forward", "backward"
 
@@ -210,7 +213,7 @@ def _where(stack_trace: str | None) -> str | None:
 
 def is_ours(path: str) -> bool:
     """Whether a file is of this project and takes part in a step."""
-    return path.startswith(_ROOT) and not path.startswith(_TOOLS) and "site-packages" not in path
+    return path.startswith(_OURS)
 
 
 def place(path: str, line: int | str, source: str | None) -> str:
@@ -218,5 +221,5 @@ def place(path: str, line: int | str, source: str | None) -> str:
     return f"{path.removeprefix(_ROOT)}:{line} `{(source or '').strip()}`"
 
 
-_TOOLS = __file__.rsplit("/", 1)[0] + "/"
-_ROOT = _TOOLS.rsplit("/", 2)[0] + "/"
+_ROOT = f"{Path(__file__).parent.parent}/"
+_OURS = tuple(f"{_ROOT}{folder}/" for folder in FOLDERS)

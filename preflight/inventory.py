@@ -42,7 +42,7 @@ class Inventory:
 
     graphs: list[Graph] = field(default_factory=list)
     """Each graph that a compiler is asked for, in order."""
-    operators: Counter[str] = field(default_factory=Counter)
+    operators: dict[str, int] = field(default_factory=dict)
     """Eager operators by types, shapes and scalar arguments, with how often each runs."""
     findings: list[Finding] = field(default_factory=list)
 
@@ -58,7 +58,7 @@ def take_inventory(recipe: Recipe, ranks: Ranks, seq_lens: tuple[int | None, ...
     Args:
         seq_lens: lengths of the samples of further micro-batches, one after the other. None: the recipe's.
     """
-    inventory, findings = Inventory(), Counter[tuple[str, str | None, str]]()
+    inventory, operators, findings = Inventory(), Counter[str](), Counter[tuple[str, str | None, str]]()
     groups = group_names(ranks)
     recorder = Recorder(groups)
     keywords = None
@@ -73,7 +73,7 @@ def take_inventory(recipe: Recipe, ranks: Ranks, seq_lens: tuple[int | None, ...
             return
         if operator.namespace == "aten" and arguments and on_host(arguments[0]):
             return
-        inventory.operators[signature(operator, arguments, named, groups)] += 1
+        operators[signature(operator, arguments, named, groups)] += 1
         for kind, text in hazards(operator, arguments, named):
             findings[kind, _caller(), text] += 1
 
@@ -109,6 +109,7 @@ def take_inventory(recipe: Recipe, ranks: Ranks, seq_lens: tuple[int | None, ...
     finally:
         dynamo_callbacks.callback_handler.remove_start_callback(start)
         dynamo_callbacks.callback_handler.remove_end_callback(end)
+    inventory.operators = dict(operators)
     inventory.graphs = _explained(recorder.graphs, seen_metrics)
     for graph_break in recorder.breaks:
         findings["graph break", graph_break.where, graph_break.reason.splitlines()[0]] += 1

@@ -1,4 +1,4 @@
-"""The wait before the first step of one recipe: a forecast for each state of the cache, the time-out it asks for, and advice."""
+"""The wait before the first step of one recipe: forecasts by state of the cache, the time-out they ask for, advice."""
 
 from __future__ import annotations
 

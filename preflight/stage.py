@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -22,7 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from backends import get_backend
 from models import load_family, model_config
 from recipes.base import Recipe
-from training.data_parallel import multiply_dtype, replicated, sharding
+from training.data_parallel import multiply_dtype, sharding
 from training.distributed import Ranks
 from training.gradients import clip_grad_norm_
 from training.optimizer import build_optimizer
@@ -30,6 +30,10 @@ from training.world import World
 
 Attention = Literal["fused", "math"]
 """fused: the flash kernel of torch's CPU build, which stands for any. math: products and a softmax that keep every score."""
+
+
+_FIRST_DDP_BUCKET_BYTES, _DDP_BUCKET_BYTES = 2**20, 25 * 2**20
+"""Defaults of DistributedDataParallel."""
 
 
 @contextmanager
@@ -74,7 +78,7 @@ class Stage:
             fake.allow_non_fake_inputs = True  # materialising turns meta tensors into fake ones
             self.model.materialise(torch.device("cpu"))
             fake.allow_non_fake_inputs = False
-            self.network: nn.Module = replicated(self.model, recipe, ranks)
+            self._copied = ranks.data > 1 and parallel.data_parallel_wrapper == "ddp"
             implementations = get_backend(recipe.run.device).adamw
             self.optimizer, _ = build_optimizer(self.model, recipe.optimizer, implementations)
             for parameter in self.model.parameters():
@@ -91,11 +95,24 @@ class Stage:
     def forward(self, batch: list[Tensor | None]) -> Tensor:
         """Return the loss of one micro-batch as the loop scales it."""
         with get_backend("cpu").autocast(self._autocast_dtype):
-            return self.network(*batch) / 2
+            return self.model(*batch) / 2
 
     def backward(self, loss: Tensor) -> None:
         """Add one micro-batch's gradients."""
         (loss * self.ranks.data).backward()
+        if self._copied:
+            self._average()
+
+    def _average(self) -> None:
+        """Send what DistributedDataParallel would, which needs real tensors: gradients in flat buckets, the last ones first."""
+        limit, size = _FIRST_DDP_BUCKET_BYTES, 0
+        for parameter in reversed(list(self.model.parameters())):
+            size += parameter.numel() * parameter.element_size()
+            if size >= limit:
+                dist.all_reduce(torch.empty(size // parameter.element_size(), dtype=parameter.dtype))
+                limit, size = _DDP_BUCKET_BYTES, 0
+        if size:
+            dist.all_reduce(torch.empty(size // 4))
 
     def clip(self) -> None:
         """Clip the gradients."""

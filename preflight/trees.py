@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import difflib
 import json
 import os
 import shutil
@@ -41,6 +42,29 @@ class Older:
         if self.tree is None:
             return None
         return take_in(self.tree, [*self.arguments, *_override(name, ast.literal_eval(value))])
+
+    def edits(self, new: Path, files: Sequence[str]) -> list[str]:
+        """Return how these files differ from those below `new`, as `file:line ...`. Comments and blank lines are left out."""
+        if self.tree is None:
+            return []
+        return [edit for file in files for edit in _edits(file, _code_of(self.tree / file), _code_of(new / file))]
+
+
+def _code_of(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+
+
+def _edits(file: str, old: list[str], new: list[str]) -> Iterator[str]:
+    """Yield each run of changed lines by its first one."""
+    for tag, i1, i2, j1, j2 in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
+        before, after = ([line.strip() for line in lines if _is_code(line)] for lines in (old[i1:i2], new[j1:j2]))
+        if tag != "equal" and before != after:
+            first = next((number for number in range(j1, j2) if _is_code(new[number])), j1) + 1
+            yield f"{file}:{first} `{(before or ['nothing'])[0]}` -> `{(after or ['nothing'])[0]}`"
+
+
+def _is_code(line: str) -> bool:
+    return bool(line.strip()) and not line.strip().startswith("#")
 
 
 @contextmanager

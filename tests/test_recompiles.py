@@ -1,4 +1,4 @@
-"""What preflight says will compile is what the stand-in's compiler is asked for: how many graphs, and which are new after an edit."""
+"""What preflight says will compile is what the stand-in's compiler is asked for: how many graphs, and which are new."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from preflight.against import compare, find_causes
 from preflight.stored import ROOT, Stored, parse, take
-from preflight.trees import take_in
+from preflight.trees import Older, take_in
 from tests import simulated_neuron
 from tests.ranks import Processes, free_port
 from training.snapshot import source_files
@@ -31,7 +31,8 @@ def really(folder: Path, plans: list[list[str]], world_size: int = 1, root: Path
         {"arguments": [*plan, "--run.device", "neuron", "--run.output_dir", str(folder / "runs")], "port": free_port()}
         for plan in plans
     ]
-    with Processes(["-m", "tests.edit_worker", json.dumps(runs)], world_size, simulated_neuron.environment(folder), root=root) as ranks:
+    environment = simulated_neuron.environment(folder)
+    with Processes(["-m", "tests.edit_worker", json.dumps(runs)], world_size, environment, root=root) as ranks:
         finished = ranks.finish(240)
     for code, output in finished:
         assert code == 0, output[-3000:]
@@ -86,6 +87,73 @@ def test_new_graphs_after_an_edit_of_a_field(tmp_path: Path):
     known = set(base.inventory.distinct)
     for name, plan, run in zip(("base", *FIELDS), plans, really(tmp_path, plans), strict=True):
         stored = take(parse(plan))
-        new = set(stored.inventory.distinct) - known if name != "base" else known
+        new = set(stored.inventory.distinct) - (set() if name == "base" else known)
         assert len(new) == len(run["new"]), name
         known |= new
+
+
+SOURCES = {
+    # name: file, text, its replacement
+    "comment": ("models/qwen3/model.py", "class Block(", "# A comment above the block.\nclass Block("),
+    "rope base": ("models/qwen3/config.py", "rope_theta: float = 1_000_000.0", "rope_theta: float = 10_000.0"),
+    "heads": ("models/qwen3/config.py", "num_heads=8, num_kv_heads=4", "num_heads=16, num_kv_heads=4"),
+    "place of a norm": (
+        "models/qwen3/model.py",
+        "return x_BTD + self.feed_forward(self.ffn_norm(x_BTD))",
+        "return x_BTD + self.ffn_norm(self.feed_forward(x_BTD))",
+    ),
+    "two kinds of blocks": (
+        "models/qwen3/model.py",
+        "Block(config) for _ in range(config.num_layers)",
+        "Block(__import__('dataclasses').replace(config, norm_eps=10.0 ** -(6 - n % 2))) for n in range(config.num_layers)",
+    ),
+}
+
+
+NEW = {"comment": 0, "rope base": 0, "heads": 2, "place of a norm": 2, "two kinds of blocks": 1}
+"""Graphs that each of them adds. Blocks that differ in a norm's eps differ in the forward graph only (case B23)."""
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Stored]:
+    """A cache with the graphs of the recipe as it is, and its inventory."""
+    folder = tmp_path_factory.mktemp("base")
+    really(folder, [[*BASE, *mesh(1, 1)]])
+    return folder, take(parse([*BASE, *mesh(1, 1)]))
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_new_graphs_after_an_edit_of_the_source(name: str, base: tuple[Path, Stored], tmp_path: Path):
+    file, text, replacement = SOURCES[name]
+    folder, old = base
+    tree = tmp_path / "tree"
+    for path in (*source_files(ROOT), *(ROOT / "tests").rglob("*.py"), *(ROOT / "tests/simulated_neuron/csrc").iterdir()):
+        (tree / path.relative_to(ROOT)).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, tree / path.relative_to(ROOT))
+    source = (tree / file).read_text()
+    assert source.count(text) == 1
+    (tree / file).write_text(source.replace(text, replacement))
+    shutil.copytree(folder / "neff_cache", tmp_path / "neff_cache")
+    (run,) = really(tmp_path, [[*BASE, *mesh(1, 1)]], root=tree)
+    new = take_in(tree, [*BASE, *mesh(1, 1)])
+    comparison = compare(old, new)
+    find_causes(comparison, old, new, edits=Older("base", old, ROOT, ()).edits(tree, comparison.changed_sources))
+    assert len(comparison.new) == len(run["new"]) == NEW[name]
+    assert len(new.inventory.graphs) == len(run["compiled"])
+    assert comparison.changed_sources == [file]
+    if NEW[name]:
+        (cause,) = comparison.causes
+        assert cause.startswith(f"{file}:") and text.splitlines()[0] in cause and "->" in cause
+    else:
+        assert comparison.verdict == "nothing will recompile"
+
+
+@pytest.mark.distributed
+def test_new_graphs_on_another_mesh(tmp_path: Path):
+    copied = ["--parallel.data_parallel_wrapper", "ddp"]
+    plans = [[*BASE, *mesh(2, 1)], [*BASE, *mesh(2, 2)], [*BASE, *mesh(2, 1), *copied]]
+    known = set[str]()
+    for plan, run in zip(plans, really(tmp_path, plans, world_size=2), strict=True):
+        new = set(take(parse(plan)).inventory.distinct) - known
+        known |= new
+        assert len(new) == len(run["new"]), plan
