@@ -31,6 +31,8 @@ class Rehearsal:
     parameter_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
+    table_bytes: int
+    """Buffers of the model: the rotary table."""
     activation_bytes: int
     """Kept from the first forward pass for its backward pass."""
     peak: Peak
@@ -86,6 +88,7 @@ def rehearse(recipe: Recipe, ranks: Ranks, attention: Attention = "fused") -> Re
         parameter_bytes=before[PARAMETERS],
         gradient_bytes=gradient_bytes,
         optimizer_bytes=before[OPTIMIZER_STATE],
+        table_bytes=before[INPUTS],
         activation_bytes=kept[0],
         peak=peak,
         peaks=peaks,

@@ -31,6 +31,8 @@ class Trained:
     """Exit code of train.main on each rank."""
     record: dict[str, Any]
     steps: list[dict[str, Any]]
+    outputs: list[str]
+    """What each rank has printed, in this run and in those before and after it on the same processes."""
 
     @property
     def losses(self) -> list[float]:
@@ -124,7 +126,8 @@ def train(
         left = list((folder / str(number)).glob("*/record.json"))
         assert len(left) == 1, f"run {number}, {run['arguments']}: codes {codes}\n{finished[0][1][-3000:]}"
         steps = (left[0].parent / "steps.jsonl").read_text().splitlines()
-        trained.append(Trained(codes, json.loads(left[0].read_text()), [json.loads(line) for line in steps]))
+        outputs = [output for _, output in finished]
+        trained.append(Trained(codes, json.loads(left[0].read_text()), [json.loads(line) for line in steps], outputs))
     return trained
 
 
