@@ -11,14 +11,15 @@ import torch
 from torch.distributed.tensor import DTensor
 
 import train
-from backends.cpu import CpuBackend
+from backends.base import Backend
+from tests.simulated_neuron import train as train_on_stand_in
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run train.main with a profiler that sees memory."""
-    plain = CpuBackend.profile_arguments
+    plain = Backend.profile_arguments
     more = {"profile_memory": True, "record_shapes": True}
-    CpuBackend.profile_arguments = lambda self, directory: {**plain(self, directory), **more}
+    Backend.profile_arguments = lambda self, directory: {**plain(self, directory), **more}
     clear = torch.optim.AdamW.zero_grad
 
     def say_and_clear(optimizer: torch.optim.AdamW) -> None:
@@ -33,9 +34,9 @@ def main(arguments: list[str] | None = None) -> int:
 
     torch.optim.AdamW.zero_grad = say_and_clear
     try:
-        return train.main(arguments)
+        return (train_on_stand_in if "neuron" in (arguments or sys.argv) else train).main(arguments)
     finally:
-        torch.optim.AdamW.zero_grad, CpuBackend.profile_arguments = clear, plain
+        torch.optim.AdamW.zero_grad, Backend.profile_arguments = clear, plain
 
 
 def size(tensors: list[torch.Tensor]) -> int:
