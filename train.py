@@ -197,7 +197,7 @@ def train(
         return ranks.sum_losses([loss_sum])[0] / max(valid_tokens, 1), valid_tokens
 
     with report, console, ranks.contexts(), ExitStack() as profiling:
-        ranks.barrier()  # whoever was slow until here is not waited for inside the first step
+        ranks.require_shared(record.folder)  # here all meet: whoever was slow is not waited for inside the first step
         timeline.mark(phases.DATA)
         meter.begin()
         for step in range(1, training.steps + 1):

@@ -14,12 +14,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from backends.checks import Check
 from backends.chip_limits import ChipLimits, limits_of
 from backends.peak_flops import Peak, peaks_for
+from backends.system import installed_version
 
 if TYPE_CHECKING:
     import torch
@@ -218,6 +219,15 @@ class Backend(ABC):
         """Operators that ran on the host instead of the device, with counts where known. None: the device cannot tell."""
         return None
 
+    def machine_checks(self, local_ranks: int, chip: str | None, instance: str | None = None) -> list[Check]:
+        """Look at what this device's runtime asks of a machine, beyond being there.
+
+        Args:
+            local_ranks: that are to run on this machine.
+            instance: another machine, by its type. None: this one.
+        """
+        return []
+
     # --- measuring ----------------------------------------------------------------------------------------------------
 
     def chip(self) -> str | None:
@@ -279,19 +289,3 @@ class Backend(ABC):
         import torch
 
         return {"chip": self.chip(), "torch": str(torch.__version__)}
-
-
-def installed_version(package: str) -> str | None:
-    """The version of an installed distribution. None: it is not installed."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def read_text(path: Path) -> str | None:
-    """The text of a file in which the system describes itself. None: there is no such file here."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError:
-        return None

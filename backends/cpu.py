@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from backends import cpu_peak, inductor
-from backends.base import Backend, BackendUnavailable, CompileCache, Memory, read_text
+from backends.base import Backend, BackendUnavailable, CompileCache, Memory
 from backends.peak_flops import DTYPES, Peak
+from backends.system import read_text
 
 if TYPE_CHECKING:
     import torch

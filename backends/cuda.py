@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from backends import inductor
-from backends.base import Backend, BackendUnavailable, CompileCache, Memory, read_text
+from backends.base import Backend, BackendUnavailable, CompileCache, Memory
 from backends.peak_flops import Peak, table_name
+from backends.system import read_text
 
 if TYPE_CHECKING:
     import torch

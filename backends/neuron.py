@@ -18,9 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from backends import neuron_cores
-from backends.base import Backend, BackendUnavailable, CompileCache, Memory, installed_version, read_text
+from backends.base import Backend, BackendUnavailable, CompileCache, Memory
+from backends.checks import Check
 from backends.chip_limits import ChipLimits
 from backends.peak_flops import Peak, peaks_for, table_name
+from backends.system import installed_version, read_text
 
 if TYPE_CHECKING:
     import torch
@@ -103,6 +105,11 @@ class NeuronBackend(Backend):
         problem = neuron_cores.problem_with_ranks(local_ranks, table_name(chip), self._num_chips())
         if problem:
             raise BackendUnavailable(problem)
+
+    def machine_checks(self, local_ranks: int, chip: str | None, instance: str | None = None) -> list[Check]:
+        num_chips = self._num_chips() if instance is None else neuron_cores.CHIPS_OF[instance]
+        cores = neuron_cores.check_cores(local_ranks, table_name(chip), num_chips)
+        return [cores, neuron_cores.check_logical_core_config()]
 
     def _num_chips(self) -> int:
         """Chips of this host, without waking the runtime: one device node each, as seen in the field, not in documentation."""

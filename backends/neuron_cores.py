@@ -6,6 +6,9 @@ A chip has several physical cores (NeuronCores); a logical core is one or two of
 from __future__ import annotations
 
 import os
+import re
+
+from backends.checks import Check
 
 PHYSICAL_CORES = {"Trainium2": 8, "Trainium3": 8}
 """NeuronCores of each chip that TorchNeuron supports. Source: the chip pages that the peak table cites."""
@@ -15,6 +18,12 @@ RANKS_ON_A_HOST = {"Trainium1": ((1, 2, 8, 16), 32)}
 for a chip that is not listed.
 
 Source: https://github.com/huggingface/optimum-neuron/issues/619, a report about Trainium1, not AWS's documentation.
+"""
+
+CHIPS_OF = {"trn2.3xlarge": 1, "trn2.48xlarge": 16, "trn2u.48xlarge": 16}
+"""Trainium2 chips of each instance type.
+
+Source: https://awsdocs-neuron.readthedocs-hosted.com/en/latest/about-neuron/arch/neuron-hardware/trn2-arch.html
 """
 
 DEFAULT_LNC = 2
@@ -63,7 +72,30 @@ def problem_with_ranks(local_ranks: int, chip: str | None, num_chips: int) -> st
     cores, source = logical_cores(chip, num_chips)
     if local_ranks == 1 or cores is None or local_ranks == cores:
         return None
-    return (
-        f"ranks on this host: got {local_ranks}, allowed: {cores}, one for each logical core ({source}); start {cores} ranks, "
-        f"or use fewer cores: NEURON_RT_NUM_CORES={local_ranks}"
-    )
+    fewer = f", or use fewer cores: NEURON_RT_NUM_CORES={local_ranks}" if local_ranks < cores else ""
+    allowed = f"{cores}, one for each logical core ({source})"
+    return f"ranks on this host: got {local_ranks}, allowed: {allowed}; start {cores} ranks{fewer}"
+
+
+def check_cores(local_ranks: int, chip: str | None, num_chips: int) -> Check:
+    """Compare the ranks of this host with its logical cores; chips, physical and logical cores are named apart."""
+    cores, source = logical_cores(chip, num_chips)
+    if cores is None:
+        return Check("cores", "warning", f"logical cores: {source}", "name the machine: --instance trn2.48xlarge")
+    if problem := problem_with_ranks(local_ranks, chip, num_chips):
+        return Check("cores", "failure", f"{local_ranks} ranks on {source}", problem.rpartition("; ")[2])
+    return Check("cores", "ok", f"{local_ranks} ranks on {source}")
+
+
+def check_logical_core_config() -> Check:
+    """Compare the size of a logical core that the runtime takes with the one that the compiler is told."""
+    lnc, source = logical_core_config()
+    if lnc is None:
+        return Check("LNC", "failure", source, "set NEURON_LOGICAL_NC_CONFIG to 1 or 2, or unset it")
+    told = re.search(r"(?:^|\s)(?:--logical-nc-config|--lnc|-lnc)[= ](\S+)", os.environ.get("NEURON_CC_FLAGS", ""))
+    if told and told[1] != str(lnc):
+        text = (
+            f"the runtime takes {lnc} physical cores as one logical core ({source}), the compiler {told[1]} (NEURON_CC_FLAGS)"
+        )
+        return Check("LNC", "failure", text, f"say the same twice: NEURON_LOGICAL_NC_CONFIG={told[1]}")
+    return Check("LNC", "ok", f"{lnc} physical cores in a logical core ({source})")

@@ -15,12 +15,16 @@ from recipes import command_line
 from recipes.base import Recipe, RecipeError
 
 USAGE = """usage: python -m preflight RECIPE [--section.field VALUE ...] [--tiny] [--json] [--against WHAT] [--inventory FILE]
+       python -m preflight --doctor [RECIPE ...] [--instance TYPE]
+       python -m preflight --campaign FILE
 
 Find out what a recipe needs, compiles and waits for, before it is launched. Needs no accelerator.
 
   --json            the same as data
   --against WHAT    which graphs compile again since a run (folder or id), an inventory or a git revision, and why
   --inventory FILE  write what the recipe compiles into FILE, and nothing else
+  --doctor          is this machine ready; --instance TYPE: are the cores of another one, for example trn2.3xlarge
+  --campaign FILE   which graphs a list of launches compiles in all: one `RECIPE [overrides]` a line
   --tiny, --section.field VALUE   as for train.py; `python train.py RECIPE --help` lists every field"""
 
 
@@ -40,6 +44,10 @@ def _run(arguments: list[str]) -> int:
         print(USAGE)
         return 0
     as_json = _take_flag(arguments, "--json")
+    if _take_flag(arguments, "--doctor"):
+        return _examine(arguments, as_json)
+    if (campaign := _take_value(arguments, "--campaign")) is not None:
+        return _plan(Path(campaign), as_json)
     against, inventory = _take_value(arguments, "--against"), _take_value(arguments, "--inventory")
     recipe = _recipe(arguments)
     if recipe is None:
@@ -95,6 +103,42 @@ def _compare(recipe: Recipe, arguments: Sequence[str], what: str, as_json: bool)
         print(json.dumps({"verdict": comparison.verdict, **asdict(comparison)}, indent=1))
     else:
         show_comparison(comparison, old.name, Console(highlight=False))
+    return 0
+
+
+def _examine(arguments: list[str], as_json: bool) -> int:
+    from dataclasses import asdict
+
+    from backends.neuron_cores import CHIPS_OF
+    from preflight.doctor import default_recipe, examine
+    from preflight.screen import show_checks
+
+    instance = _take_value(arguments, "--instance")
+    if instance is not None and instance not in CHIPS_OF:
+        raise RecipeError(f"--instance: got {instance!r}, allowed: {', '.join(CHIPS_OF)}")
+    recipe = _recipe(arguments) if arguments else default_recipe()
+    if recipe is None:
+        return 0
+    checks = examine(recipe, instance)
+    if as_json:
+        print(json.dumps([asdict(check) for check in checks], indent=1))
+    else:
+        show_checks(checks, Console(highlight=False))
+    return 1 if any(check.status == "failure" for check in checks) else 0
+
+
+def _plan(file: Path, as_json: bool) -> int:
+    from dataclasses import asdict
+
+    from preflight.campaign import plan, read_launches
+    from preflight.screen import show_plan
+
+    with _progress() as status:
+        found = plan(read_launches(file), lambda what: None if status is None else status.update(f"rehearsing {what}"))
+    if as_json:
+        print(json.dumps(asdict(found), indent=1))
+    else:
+        show_plan(found, Console(highlight=False))
     return 0
 
 

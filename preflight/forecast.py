@@ -1,7 +1,7 @@
 """How long the first step will take, from what this machine's own runs took, and after how many steps compiling has paid.
 
-Each past run of the same device, mode and compiler gives a forecast of its own: its seconds for a captured operator, in each
-direction, times the operators of the recipe's graphs, and its execution of the first step by FLOPs. The forecast is their
+Each past run of the same device, mode and compiler gives a forecast of its own: its seconds for an operator, in each direction,
+times the operators of the recipe's graphs, and its execution of the first step by FLOPs. The forecast is their
 median, and its interval reaches from the lowest to the highest of them.
 """
 
@@ -10,14 +10,19 @@ from __future__ import annotations
 import json
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from preflight.graphs import Graph
 
 COLD, WARM = "cold", "warm"
+WORK = ("seq_len", "local_batch_size", "global_batch_size", "dtype")
+"""Fields of recipes.base.Training that, with the model and the ranks, say how much a step is."""
+_NEAR = 8.0
+"""How many times the FLOPs of another run's step a step may have for its forecast to rest on such runs alone."""
 
 
 @dataclass(frozen=True)
@@ -28,9 +33,8 @@ class PastRun:
     mode: str
     cache_state: str | None
     first_step_seconds: float
-    seconds_per_operator: dict[str, float]
-    """Of compiling, by direction."""
-    trace_seconds_per_operator: float
+    compile_seconds: dict[str, float]
+    """By direction."""
     execution_seconds: float
     """The first step without its compilations."""
     flops: float | None
@@ -38,6 +42,12 @@ class PastRun:
     steady_seconds: float | None
     work: tuple[Any, ...]
     """What two runs must have in common to be compared in speed."""
+    operators: dict[str, int] = field(default_factory=dict)
+    """Of its distinct graphs, by direction. Empty: not known, or none."""
+
+    def with_graphs(self, graphs: Iterable[Graph]) -> PastRun:
+        """Return the run with the size of its graphs."""
+        return replace(self, operators=_sizes(graphs))
 
 
 @dataclass(frozen=True)
@@ -86,12 +96,9 @@ def read_runs(folder: Path, device: str, host: str, versions: Mapping[str, str |
 def _past_run(record: Mapping[str, Any]) -> PastRun:
     compile_, timing, work = record["compile"], record["timing"], record["work"]
     compilations = compile_.get("compilations") or []
-    seconds, operators, traced = dict[str, float](), dict[str, int](), 0.0
+    seconds = Counter[str]()
     for compilation in compilations:
-        direction = compilation["direction"]
-        seconds[direction] = seconds.get(direction, 0.0) + compilation["seconds"]
-        operators[direction] = operators.get(direction, 0) + compilation["operators"]
-        traced += compilation["trace_seconds"]
+        seconds[compilation["direction"]] += compilation["seconds"]
     flops = work["flops_per_token"].get("torchtitan")
     steady = timing.get("steady") or {}
     return PastRun(
@@ -99,8 +106,7 @@ def _past_run(record: Mapping[str, Any]) -> PastRun:
         mode=compile_["mode"],
         cache_state=compile_["cache"]["state"] if compilations else None,
         first_step_seconds=timing["first_step_seconds"],
-        seconds_per_operator={direction: seconds[direction] / operators[direction] for direction in seconds},
-        trace_seconds_per_operator=traced / operators["forward"] if operators.get("forward") else 0.0,
+        compile_seconds=dict(seconds),
         execution_seconds=max(0.0, timing["first_step_seconds"] - sum(seconds.values())),
         flops=None if flops is None else flops * work["tokens_per_step"] / work["world_size"],
         steady_seconds=steady.get("seconds_per_step_median"),
@@ -112,7 +118,7 @@ def work_of(recipe: Mapping[str, Any], world_size: int) -> tuple[Any, ...]:
     """Return what two runs must share for their speeds to be compared: all but how they compute it."""
     training = recipe["training"]
     model = tuple((name, value) for name, value in sorted(recipe["model"].items()) if name != "initial_weights")
-    shape = tuple(training[name] for name in ("seq_len", "local_batch_size", "global_batch_size", "dtype"))
+    shape = tuple(training[name] for name in WORK)
     return (model, shape, world_size)
 
 
@@ -128,25 +134,42 @@ def first_step(
         known: fingerprints of graphs that the cache has; they cost what they cost in warm runs.
     """
     known = set(known)
-    alike = [run for run in runs if run.mode == mode]
+    alike = [run for run in runs if run.mode == mode and set(run.operators) == set(run.compile_seconds)]
+    alike = _similar(alike, flops)
     by_state = {each: [run for run in alike if run.cache_state in (each, None)] for each in (COLD, WARM)}
-    distinct = {graph.fingerprint: graph for graph in graphs}.values()
-    states = {WARM if state == WARM or graph.fingerprint in known else COLD for graph in distinct} or {state}
-    if any(not by_state[each] for each in states):
+    parts = {WARM: _sizes(graph for graph in graphs if state == WARM or graph.fingerprint in known)}
+    parts[COLD] = _sizes(graph for graph in graphs if state != WARM and graph.fingerprint not in known)
+    asked = [each for each in parts if parts[each]] or [state]
+    if any(not by_state[each] for each in asked):
         return Seconds(None, None, None, 0)
     forecasts = []
-    longest = max(len(by_state[each]) for each in states)
+    longest = max(len(by_state[each]) for each in asked)
     for index in range(longest):
-        chosen = {each: by_state[each][index % len(by_state[each])] for each in states}
-        total = _execution(next(iter(chosen.values())), flops)
-        for graph in distinct:
-            run = chosen[WARM if state == WARM or graph.fingerprint in known else COLD]
-            rate = run.seconds_per_operator.get(graph.direction)
-            if rate is None or graph.captured_operators is None:
-                return Seconds(None, None, None, 0)
-            total += rate * graph.captured_operators
+        chosen = {each: by_state[each][index % len(by_state[each])] for each in asked}
+        total = _execution(chosen[asked[0]], flops)
+        for each, run in chosen.items():
+            for direction, operators in parts[each].items():
+                if direction not in run.operators:
+                    return Seconds(None, None, None, 0)
+                total += run.compile_seconds[direction] * operators / run.operators[direction]
         forecasts.append(total)
     return Seconds(statistics.median(forecasts), min(forecasts), max(forecasts), longest)
+
+
+def _sizes(graphs: Iterable[Graph]) -> dict[str, int]:
+    """Return the operators of the distinct ones among these graphs, by direction."""
+    sizes = Counter[str]()
+    for graph in {graph.fingerprint: graph for graph in graphs}.values():
+        sizes[graph.direction] += graph.operators
+    return dict(sizes)
+
+
+def _similar(runs: list[PastRun], flops: float | None) -> list[PastRun]:
+    """Return the runs whose step does about as much, if there are any: a tiny step is all overhead, which does not scale."""
+    if not flops:
+        return runs
+    near = [run for run in runs if run.flops and 1 / _NEAR <= flops / run.flops <= _NEAR]
+    return near or runs
 
 
 def _execution(run: PastRun, flops: float | None) -> float:

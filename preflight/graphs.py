@@ -46,8 +46,6 @@ class Graph:
     """Name and place of the function that is compiled."""
     cause: str = ""
     """Why Dynamo compiled it."""
-    captured_operators: int | None = None
-    """Operators that Dynamo captured, in the forward direction: the size that a run's record has too."""
 
     @property
     def fingerprint(self) -> str:
@@ -132,16 +130,23 @@ def _result(node: Any, position: dict[Node, int]) -> Callable[[list[Any]], Any]:
 # --- the canonical form ---------------------------------------------------------------------------------------------------
 
 
+_DATA = (Tensor, int, float, torch.SymInt, torch.SymFloat)
+
+
 def canonical(graph: GraphModule, groups: dict[str, str]) -> tuple[Line, ...]:
     """Return a graph as lines that do not depend on names, addresses, the device or the run."""
     names: dict[Node, str] = {}
     lines = []
     for node in graph.graph.nodes:
-        names[node] = f"%{len(names)}"
+        if node.op == "placeholder" and not isinstance(node.meta.get("val"), _DATA):
+            names[node] = type(node.meta.get("val")).__name__  # a mesh, say: Dynamo passes it along, nothing computes with it
+            continue
+        names[node] = f"%{len(lines)}"
         if node.op == "placeholder":
             text = f"input {names[node]}: {_type(node.meta.get('val'))}"
         elif node.op == "output":
-            text = f"output {_argument(node.args, names, groups)}"
+            # Where an input is no tensor, its gradient is None.
+            text = f"output {_argument([value for value in node.args[0] if value is not None], names, groups)}"
         elif node.op == "get_attr":
             text = f"{names[node]} = constant {_constant(_attribute(graph, node.target), groups)}"
         else:

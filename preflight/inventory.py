@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._dynamo import callback as dynamo_callbacks
-from torch._dynamo.utils import get_compilation_metrics
+from torch._dynamo.utils import counters, get_compilation_metrics, set_compilation_metrics_limit
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils._pytree import tree_leaves
 
@@ -52,6 +52,9 @@ class Inventory:
         return {graph.fingerprint: graph for graph in reversed(self.graphs)}
 
 
+_KEPT_COMPILATIONS = 100_000
+
+
 def take_inventory(recipe: Recipe, ranks: Ranks, seq_lens: tuple[int | None, ...] = (None,)) -> Inventory:
     """Rehearse the first step of a recipe in its own mode, and list what it compiles.
 
@@ -64,25 +67,28 @@ def take_inventory(recipe: Recipe, ranks: Ranks, seq_lens: tuple[int | None, ...
     keywords = None
     if recipe.run.mode == "compile":
         torch._dynamo.reset()
+        counters.clear()
         # Breaks are listed, all of them, rather than refused one by one.
         keywords = {"backend": recorder, "dynamic": False, "fullgraph": False}
+    set_compilation_metrics_limit(_KEPT_COMPILATIONS)
     seen_metrics = len(get_compilation_metrics())
 
     def show(operator: Any, arguments: tuple[Any, ...], named: dict[str, Any], result: Any) -> None:
-        if operator.is_view or operator.namespace in ("prim", "profiler"):
+        if operator.namespace in ("prim", "profiler"):
             return
         if operator.namespace == "aten" and arguments and on_host(arguments[0]):
             return
-        operators[signature(operator, arguments, named, groups)] += 1
+        if not operator.is_view:  # a view computes nothing
+            operators[signature(operator, arguments, named, groups)] += 1
         for kind, text in hazards(operator, arguments, named):
             findings[kind, _caller(), text] += 1
 
-    counters = set[int]()
+    step_counts = set[int]()
     """AdamW's counts of its steps, which stay on the host."""
 
     def on_host(value: Any) -> bool:
         tensors = value if isinstance(value, (list, tuple)) else [value]
-        return all(isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata in counters for tensor in tensors)
+        return all(isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata in step_counts for tensor in tensors)
 
     watcher = ShowOperators(show)
 
@@ -96,7 +102,7 @@ def take_inventory(recipe: Recipe, ranks: Ranks, seq_lens: tuple[int | None, ...
     try:
         with staged(recipe, ranks, compile_keywords=keywords) as stage, watcher:
             steps = (state["step"] for state in stage.optimizer.state.values())
-            counters |= {step.untyped_storage()._cdata for step in steps}
+            step_counts |= {step.untyped_storage()._cdata for step in steps}
             for seq_len in seq_lens * min(2, recipe.accumulation_steps(ranks.world.size)):
                 stage.backward(stage.forward(stage.batch(seq_len)))
             stage.clip()
@@ -113,6 +119,14 @@ def take_inventory(recipe: Recipe, ranks: Ranks, seq_lens: tuple[int | None, ...
     inventory.graphs = _explained(recorder.graphs, seen_metrics)
     for graph_break in recorder.breaks:
         findings["graph break", graph_break.where, graph_break.reason.splitlines()[0]] += 1
+    located = {graph_break.reason for graph_break in recorder.breaks}
+    for reason, count in counters["graph_break"].items() if keywords else ():
+        if reason not in located:  # nothing was left to compile, so that no graph came with the reason
+            findings["graph break", None, reason.splitlines()[0]] += count
+    for function, number in _compilations(inventory.graphs).items():
+        if number > 1:
+            text = f"{function} is compiled {number} times: a shape or a constant changes between calls"
+            findings["dynamic shape", None, text] += 1
     for graph in recorder.graphs:
         for line in graph.lines:
             for kind, text in _hazards_of(line.text):
@@ -132,8 +146,13 @@ def _explained(graphs: list[Graph], seen_metrics: int) -> list[Graph]:
             continue
         function = f"{entry.co_name} ({place(entry.co_filename or '', entry.co_firstlineno or 0, '').partition(' `')[0]})"
         cause = entry.recompile_reason or "first call"
-        result.append(replace(graph, function=function, cause=cause, captured_operators=entry.graph_op_count))
+        result.append(replace(graph, function=function, cause=cause))
     return result
+
+
+def _compilations(graphs: list[Graph]) -> dict[str, int]:
+    """Return how often each function was compiled."""
+    return Counter(function for function, _ in {(graph.function, graph.compile_id) for graph in graphs})
 
 
 def signature(operator: Any, arguments: tuple[Any, ...], named: dict[str, Any], groups: dict[str, str]) -> str:
@@ -178,7 +197,7 @@ def hazards(operator: Any, arguments: tuple[Any, ...], named: dict[str, Any]) ->
         found.append(("data-dependent shape", f"{name} has a result whose shape depends on values"))
     if name == "aten.slice" and len(arguments) > 4 and arguments[4] != 1:
         found.append(("strided slice", f"every {arguments[4]}th element; split or reshape instead"))
-    if operator._schema.name.startswith("c10d::"):
+    if operator.is_view or operator.namespace == "c10d":
         return found
     wide = {leaf.dtype for leaf in tree_leaves((arguments, named)) if isinstance(leaf, Tensor)}
     found += [("64-bit", f"{str(dtype).removeprefix('torch.')} tensors") for dtype in _64_BIT if dtype in wide]

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from backends.base import installed_version
+from backends.system import installed_version
 from models import model_config
 from preflight import forecast
 from preflight.forecast import COLD, WARM, BreakEven, PastRun, Seconds
@@ -19,8 +19,8 @@ from recipes import command_line
 from recipes.base import Published, Recipe, RecipeError
 from training.flops import count_flops
 
-_ASKED_RUNS = 3
-"""Newest runs whose graphs are looked at to know what the cache holds."""
+_ASKED_RUNS, _AT_ONCE = 5, 2
+"""Newest compiled runs whose graphs are looked at, and how many are rehearsed at a time if they keep no inventory yet."""
 _TIMES = 2.0
 """How much longer than its forecast a first step may take before it is given up."""
 
@@ -54,11 +54,12 @@ def outlook(recipe: Recipe, stored: Stored, published: Published | None, cache_i
         published: somebody's figures for exactly this work.
         cache_is_empty: as far as is known.
     """
-    folder, mode, device = Path(recipe.run.output_dir), recipe.run.mode, recipe.run.device
-    versions = {"torch": installed_version("torch"), "torch-neuronx": installed_version("torch-neuronx")}
-    runs = forecast.read_runs(folder, device, socket.gethostname(), versions)
-    graphs, flops = stored.inventory.graphs, _model_flops(recipe)
-    known = set() if cache_is_empty or mode == "eager" else _known(folder, runs, stored)
+    mode, device = recipe.run.mode, recipe.run.device
+    runs, inventories = history(recipe)
+    graphs, flops, known = stored.inventory.graphs, model_flops(recipe), set[str]()
+    if not cache_is_empty:
+        for other in inventories:
+            known |= set(other.inventory.distinct) if other.settings == stored.settings else set()
     waits = {
         COLD: forecast.first_step(graphs, flops, runs, mode, COLD),
         WARM: forecast.first_step(graphs, flops, runs, mode, WARM),
@@ -83,29 +84,47 @@ def outlook(recipe: Recipe, stored: Stored, published: Published | None, cache_i
     )
 
 
-def _model_flops(recipe: Recipe) -> float | None:
+def longest_known_first_step(recipe: Recipe) -> tuple[float | None, str]:
+    """Return the longest first step on the recipe's device and whose it is: of this machine's runs, else published."""
+    device = recipe.run.device
+    runs = forecast.read_runs(Path(recipe.run.output_dir), device, socket.gethostname(), {})
+    if runs:
+        longest = max(runs, key=lambda run: run.first_step_seconds)
+        return longest.first_step_seconds, f"run {longest.id}"
+    others = _published_first_steps(device)
+    name = max(others, key=lambda name: others[name], default=None)
+    return (None, "") if name is None else (others[name], f"published, {name}")
+
+
+def model_flops(recipe: Recipe) -> float | None:
     """Return one rank's share of the model's FLOPs in a step."""
     config = model_config(recipe.model, recipe.training.seq_len, recipe.parallel.tensor_parallel_degree)
     flops, ranks = count_flops(config, recipe.training.seq_len).flops_per_token, recipe.parallel.ranks
     return None if flops is None else flops * recipe.tokens_per_step(ranks) / ranks
 
 
-def _known(folder: Path, runs: Sequence[PastRun], stored: Stored) -> set[str]:
-    """Return the fingerprints of the graphs that the newest runs have left in the cache."""
-    newest = [run for run in reversed(runs) if run.mode == "compile"][:_ASKED_RUNS]
-    found = set[str]()
-    with ThreadPoolExecutor() as threads:
-        for inventory in threads.map(lambda run: _inventory(folder / run.id), newest):
-            if inventory is not None and inventory.settings == stored.settings:
-                found |= set(inventory.inventory.distinct)
-    return found
+def history(recipe: Recipe) -> tuple[list[PastRun], list[Stored]]:
+    """Return this machine's runs on the recipe's device, oldest first, and the inventories of the newest compiled ones.
+
+    Those compiled runs know how large their graphs were. An inventory is taken once and then kept with its run.
+    """
+    versions = {"torch": installed_version("torch"), "torch-neuronx": installed_version("torch-neuronx")}
+    folder = Path(recipe.run.output_dir)
+    runs = forecast.read_runs(folder, recipe.run.device, socket.gethostname(), versions)
+    newest = [index for index, run in enumerate(runs) if run.mode == "compile"][-_ASKED_RUNS:]
+    with ThreadPoolExecutor(_AT_ONCE) as threads:
+        inventories = list(threads.map(lambda index: _inventory(folder / runs[index].id), newest))
+    for index, stored in zip(newest, inventories, strict=True):
+        if stored is not None:
+            runs[index] = runs[index].with_graphs(stored.inventory.graphs)
+    return runs, [stored for stored in inventories if stored is not None]
 
 
 def _inventory(folder: Path) -> Stored | None:
     try:
         return inventory_of_run(folder)
     except RecipeError:
-        return None  # its sources are gone or cannot be rehearsed any more: what it left in the cache is not known
+        return None  # its sources are gone or cannot be rehearsed any more: nothing is known of its graphs
 
 
 def _published_first_steps(device: str) -> dict[str, float]:

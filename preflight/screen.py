@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
+from backends.checks import Check
 from preflight.against import Comparison
+from preflight.campaign import Plan
 from preflight.forecast import Seconds
 from preflight.study import Study
 from training.console import seconds
@@ -62,6 +65,29 @@ def show_comparison(comparison: Comparison, older: str, console: Console) -> Non
         shown = comparison.new_operators[:_FINDINGS]
         more = len(comparison.new_operators) - len(shown)
         print_line(console, "operators", "\n".join([*shown, *([f"and {more} more: --json lists all"] if more else [])]))
+
+
+def show_checks(checks: Sequence[Check], console: Console) -> None:
+    """Print a diagnosis, and what is to be done."""
+    styles = {"ok": "green", "warning": "yellow", "failure": "red"}
+    table = Table(box=None, show_header=False, padding=(0, 1, 0, 0))
+    for check in checks:
+        fix = f"\nfix: {check.fix}" if check.fix else ""
+        table.add_row(Text(check.status, styles[check.status]), check.name, Text(check.text + fix))
+    console.print(table)
+
+
+def show_plan(plan: Plan, console: Console) -> None:
+    """Print what each launch of a campaign compiles."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in ("launch", "graphs", "new", "first step"):
+        table.add_column(column, justify="left" if column == "launch" else "right")
+    for launch in plan.launches:
+        table.add_row(Text(launch.command), str(launch.graphs), str(launch.new_graphs), seconds(launch.first_step_seconds))
+    console.print(table)
+    waiting = "" if plan.waiting_seconds is None else f"; first steps take {seconds(plan.waiting_seconds)} in all"
+    number = plan.new_graphs
+    console.print(f"[bold]{number} graph{'s' if number != 1 else ''} to compile, from an empty cache{waiting}[/]")
 
 
 def print_line(console: Console, name: str, text: str) -> None:

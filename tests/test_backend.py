@@ -148,6 +148,9 @@ def test_contract(name, tmp_path, monkeypatch):
     assert listed is not None and listed.memory_bytes * listed.ranks_per_chip == 96 * 2**30
     assert backend.limits("no such chip") is None
 
+    # A doctor's checks of the machine.
+    assert all(check.status in ("ok", "warning", "failure") for check in backend.machine_checks(1, None))
+
     # Record: facts that JSON can hold.
     facts = json.loads(json.dumps(backend.describe()))
     assert facts["chip"] == backend.chip()

@@ -51,10 +51,6 @@ class Compilation:
     """Wall seconds, tracing included."""
     trace_seconds: float
     cause: str
-    compile_id: str | None = None
-    """Dynamo's number: which function, and the how-manieth compilation of it. Both directions share one."""
-    operators: int | None = None
-    """Operators that Dynamo has captured: the size by which a compilation is compared with others."""
 
 
 @dataclass
@@ -76,7 +72,7 @@ class CompileWatch:
             from torch._dynamo.utils import set_compilation_metrics_limit
 
             set_compilation_metrics_limit(_KEPT_COMPILATIONS)
-            self._seen = len(self._metrics())
+            self._seen = self._before = len(self._metrics())
 
     def _metrics(self) -> list[Any]:
         from torch._dynamo.utils import get_compilation_metrics
@@ -87,9 +83,7 @@ class CompileWatch:
         """Return what was compiled since the last call and book it on `step`."""
         if not self.active:
             return []
-        entries = self._metrics()
-        sizes = {entry.compile_id: entry.graph_op_count for entry in entries if entry.graph_op_count is not None}
-        new = [_describe(entry, step, sizes.get(entry.compile_id)) for entry in entries[self._seen :]]
+        new = [_describe(entry, step) for entry in self._metrics()[self._seen :]]
         self._seen += len(new)
         self.compilations += new
         return new
@@ -98,7 +92,7 @@ class CompileWatch:
         """Return what compiling has cost since this watch began."""
         if not self.active:
             return CompileTotals()
-        entries = [_describe(entry, 0) for entry in self._metrics()]
+        entries = [_describe(entry, 0) for entry in self._metrics()[self._before :]]
         cache = self.cache()
         return CompileTotals(
             compile_seconds=sum(entry.seconds for entry in entries),
@@ -178,7 +172,7 @@ def _identity(directory: str | None) -> str | None:
         return f"{directory} on {socket.gethostname()}"
 
 
-def _describe(entry: Any, step: int, operators: int | None = None) -> Compilation:
+def _describe(entry: Any, step: int) -> Compilation:
     """Translate one torch._dynamo.utils.CompilationMetrics."""
     seconds = (entry.duration_us or 0) / 1e6
     forward = entry.is_forward is not False
@@ -186,8 +180,7 @@ def _describe(entry: Any, step: int, operators: int | None = None) -> Compilatio
     traced = seconds - (entry.backend_compile_time_s or 0.0) if forward else 0.0
     where = f"{entry.co_name} ({entry.co_filename})" if entry.co_name else f"graph {entry.compile_id}"
     cause = entry.recompile_reason or entry.fail_reason or ("first call" if forward else "first backward pass")
-    direction = "forward" if forward else "backward"
-    return Compilation(step, where, direction, seconds, max(0.0, traced), cause, entry.compile_id, operators)
+    return Compilation(step, where, "forward" if forward else "backward", seconds, max(0.0, traced), cause)
 
 
 def cache_state(hits: int | None, misses: int | None) -> str | None:

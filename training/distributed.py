@@ -10,10 +10,12 @@ attention kernels only.
 from __future__ import annotations
 
 import os
+import socket
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -162,6 +164,19 @@ class Ranks:
                         f"the ranks are not about to do the same work: {name} is {ours!r} on rank 0 and {theirs[name]!r} on "
                         f"rank {rank}; start all ranks from the same recipe, code, packages and data"
                     )
+
+    def require_shared(self, folder: Path) -> None:
+        """Refuse to go on unless every rank sees the folder that rank 0 has made. All ranks meet here.
+
+        Raises:
+            RanksDisagree: on every rank, naming the first one that does not see it.
+        """
+        for rank, (sees, place) in enumerate(self.gather((folder.is_dir(), f"{socket.gethostname()}:{folder.absolute()}"))):
+            if not sees:
+                raise RanksDisagree(
+                    f"run.output_dir: rank 0 has made {folder}, and rank {rank} does not see it (it looks at {place}); choose "
+                    "a folder that all machines share, and start all ranks in the same directory"
+                )
 
     def sum_losses(self, losses: Sequence[Tensor]) -> list[float]:
         """Read losses [] from the device, each summed over the data-parallel ranks; waits for all of them."""
