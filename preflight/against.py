@@ -64,7 +64,9 @@ def compare(old: Stored, new: Stored) -> Comparison:
         if fingerprint in known and not everything:
             comparison.reused.append(graph)
         else:
-            comparison.new.append(_described(graph, [] if fingerprint in known else old.inventory.graphs))
+            same = ("the same graph under another key", None)
+            difference = same if fingerprint in known else first_difference(graph, old.inventory.graphs)
+            comparison.new.append(NewGraph(graph, *difference))
     operators = new.inventory.operators
     comparison.new_operators = sorted(set(operators) if everything else set(operators) - set(old.inventory.operators))
     return comparison
@@ -115,18 +117,18 @@ def _differences(old: Mapping[str, str | None], new: Mapping[str, str | None]) -
     return [f"{name}: {old.get(name)} -> {new.get(name)}" for name in names if old.get(name) != new.get(name)]
 
 
-def _described(graph: Graph, older: list[Graph]) -> NewGraph:
-    """Say where a graph departs from the most similar older one."""
+def first_difference(graph: Graph, older: Sequence[Graph]) -> tuple[str, str | None]:
+    """Say where a graph departs from the most similar of some others, and which line of the source is behind it."""
     candidates = [other for other in older if other.direction == graph.direction]
     if not candidates:
-        return NewGraph(graph, "there was no such graph" if older else "the same graph under another key", None)
+        return "there was no such graph", None
     other = max(candidates, key=lambda candidate: (candidate.function == graph.function, _alike(candidate, graph)))
     pairs = list(itertools.zip_longest(other.lines, graph.lines, fillvalue=Line("nothing")))
     before, after = next((before, after) for before, after in pairs if before.text != after.text)
     # What comes in differs first; the line of the source that is behind it comes later.
     computed = [pair for pair in pairs if pair[0].text != pair[1].text and not pair[1].text.startswith("input ")]
     where = next((new.where or old.where for old, new in computed if new.where or old.where), None)
-    return NewGraph(graph, f"{_without_numbers(before.text)} -> {_without_numbers(after.text)}", where)
+    return f"{_without_numbers(before.text)} -> {_without_numbers(after.text)}", where
 
 
 def _alike(one: Graph, other: Graph) -> int:

@@ -45,6 +45,8 @@ class Inventory:
     operators: dict[str, int] = field(default_factory=dict)
     """Eager operators by types, shapes and scalar arguments, with how often each runs."""
     findings: list[Finding] = field(default_factory=list)
+    places: dict[str, str | None] = field(default_factory=dict)
+    """The line of the project that first runs each eager operator; None in the backward pass, and within torch."""
 
     @property
     def distinct(self) -> dict[str, Graph]:
@@ -79,7 +81,10 @@ def take_inventory(recipe: Recipe, ranks: Ranks, seq_lens: tuple[int | None, ...
         if operator.namespace == "aten" and arguments and on_host(arguments[0]):
             return
         if not operator.is_view:  # a view computes nothing
-            operators[signature(operator, arguments, named, groups)] += 1
+            name = signature(operator, arguments, named, groups)
+            operators[name] += 1
+            if name not in inventory.places:
+                inventory.places[name] = _caller()
         for kind, text in hazards(operator, arguments, named):
             findings[kind, _caller(), text] += 1
 

@@ -18,7 +18,7 @@ from preflight.forecast import Seconds
 from preflight.study import Study
 from training.console import seconds
 
-_FINDINGS = 6
+_FINDINGS = 5
 """Lines of findings that are shown."""
 
 
@@ -161,10 +161,16 @@ def _compiles(study: Study) -> str:
 
 
 def _findings(findings: list[Any]) -> Iterator[tuple[str, str]]:
-    shown = sorted(findings, key=lambda finding: (finding.kind == "64-bit", finding.where is None, -finding.count))
-    for finding in shown[:_FINDINGS]:
-        where = f" at {finding.where}" if finding.where else " (no line of the model: the backward pass or torch itself)"
-        yield finding.kind, f"{finding.text}{where}, {finding.count} times"
+    """Yield the findings, those of one kind and place together; token ids of 64 bits come last, every model has them."""
+    together: dict[tuple[str, str | None], list[Any]] = {}
+    for finding in findings:
+        together.setdefault((finding.kind, finding.where), []).append(finding)
+    shown = sorted(together, key=lambda key: (key[0] == "64-bit", key[1] is None))
+    for kind, where in shown[:_FINDINGS]:
+        alike = together[kind, where]
+        place = f"at {where}" if where else "at no line of the model: in the backward pass or within torch"
+        more = f", and {len(alike) - 1} more" if len(alike) > 1 else ""
+        yield kind, f"{alike[0].text}{more}, {sum(finding.count for finding in alike)} times {place}"
     if len(shown) > _FINDINGS:
         yield "", f"and {len(shown) - _FINDINGS} more findings: --json lists all"
 

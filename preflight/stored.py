@@ -55,7 +55,7 @@ class Stored:
             found = content.pop("inventory")
             graphs = [Graph(**{**graph, "lines": tuple(Line(**line) for line in graph["lines"])}) for graph in found["graphs"]]
             findings = [Finding(**finding) for finding in found["findings"]]
-            return cls(**content, inventory=Inventory(graphs, found["operators"], findings))
+            return cls(**content, inventory=Inventory(graphs, found["operators"], findings, found["places"]))
         except (OSError, KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
             raise ValueError(f"{path}: not an inventory: {error}") from None
 

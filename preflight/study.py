@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from backends import get_backend
@@ -19,6 +19,7 @@ from recipes.base import Published, Recipe
 
 _WORKERS = 2
 """Each holds about 0.4 GiB."""
+_FEW_BLOCKS = 4
 _AGREE = 0.01
 """How far a peak worked out from short models may be from the rehearsed one before all are rehearsed at full depth."""
 _WORK = {"training": ("seq_len", "local_batch_size", "global_batch_size", "dtype"), "run": ("mode", "device")}
@@ -73,15 +74,24 @@ def study(recipe: Recipe, progress: Callable[[str], None] = lambda text: None) -
     """
     backend, training, ranks = get_backend(recipe.run.device), recipe.training, recipe.parallel.ranks
     num_layers = model_config(recipe.model, training.seq_len, recipe.parallel.tensor_parallel_degree).num_layers
-    with ProcessPoolExecutor(_WORKERS, mp_context=multiprocessing.get_context("spawn"), initializer=_start_worker) as pool:
-        waits: dict[str, Future[Any]] = {"its memory and messages": pool.submit(_rehearse, recipe)}
-        waits["its graphs"] = pool.submit(_take, recipe)
-        waits |= {f"memory with {kind} checkpointing": pool.submit(_scale, recipe, kind, num_layers) for kind in KINDS}
+    context = multiprocessing.get_context("spawn")
+    # A process for each: some of what torch keeps of process groups outlives them.
+    with ProcessPoolExecutor(_WORKERS, mp_context=context, initializer=_start_worker, max_tasks_per_child=1) as pool:
+        first, *others = KINDS
+        waits: dict[str, Future[Any]] = {
+            "its memory and messages": pool.submit(_rehearse_and_scale, recipe, [first], num_layers),
+            "its graphs": pool.submit(_take, recipe),
+            "other kinds of checkpointing": pool.submit(_scale, recipe, others, num_layers),
+        }
+        if ranks > 1:
+            waits["the last rank"] = pool.submit(_take, _shorter(recipe, num_layers), ranks - 1)
         for name, future in waits.items():
             progress(name)
             future.result()
-        rehearsal, stored, *scalings = (future.result() for future in waits.values())
-        scalings = dict(zip(KINDS, scalings, strict=True))
+        (rehearsal, scalings), stored, more, *last = (future.result() for future in waits.values())
+        scalings |= more
+        if last:
+            stored.inventory.findings.extend(_rank_constants(stored, last[0]))
         own, batch = scalings[recipe.parallel.activation_checkpointing], training.local_batch_size
         in_full = {}
         if abs(own.peak_bytes(batch) / rehearsal.peak.total_bytes - 1) > _AGREE:  # blocks that are not alike
@@ -170,20 +180,38 @@ def _rehearse(recipe: Recipe) -> Any:
         return rehearse(recipe, ranks)
 
 
-def _take(recipe: Recipe) -> Any:
-    from preflight.stored import take
-
-    return take(recipe)
-
-
-def _scale(recipe: Recipe, kind: str, num_layers: int) -> Any:
+def _scale(recipe: Recipe, kinds: Sequence[str], num_layers: int) -> dict[str, Any]:
     from preflight.rehearsal import rehearse
     from preflight.scaling import scaling_of
     from preflight.stage import rehearsed_ranks
 
-    chosen = with_choice(recipe, kind)
-    with rehearsed_ranks(chosen, chosen.parallel.ranks) as ranks:
-        return scaling_of(chosen, num_layers, lambda shorter: rehearse(shorter, ranks))
+    with rehearsed_ranks(recipe, recipe.parallel.ranks) as ranks:
+        return {
+            kind: scaling_of(with_choice(recipe, kind), num_layers, lambda shorter: rehearse(shorter, ranks)) for kind in kinds
+        }
+
+
+def _rehearse_and_scale(recipe: Recipe, kinds: Sequence[str], num_layers: int) -> tuple[Any, dict[str, Any]]:
+    return _rehearse(recipe), _scale(recipe, kinds, num_layers)
+
+
+def _take(recipe: Recipe, rank: int = 0) -> Any:
+    from preflight.stored import take
+
+    return take(recipe, rank)
+
+
+def _rank_constants(first: Any, last: Any) -> Any:
+    from preflight.ranks import rank_constants
+
+    return rank_constants(first.inventory, last.inventory)
+
+
+def _shorter(recipe: Recipe, num_layers: int) -> Recipe:
+    """Return the recipe with few blocks if each block is compiled by itself: they give the same graphs as many."""
+    if recipe.run.mode == "compile" and recipe.compile.region == "model":
+        return recipe
+    return replace(recipe, model=replace(recipe.model, num_layers=min(num_layers, _FEW_BLOCKS)))
 
 
 def _outlook(recipe: Recipe, stored: Any, figures: Published | None) -> Any:

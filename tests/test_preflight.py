@@ -1,0 +1,161 @@
+"""The preflight command as people use it: one screen, data, what has changed since a run, a list of launches."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from preflight import command_line
+from preflight.stored import ROOT
+from tests.ranks import Processes, train
+
+TINY = ["qwen3_32b_trn2_compiled", "--tiny"]
+RUN = ["debug", "--run.mode", "compile", "--compile.backend", "aot_eager", "--training.steps", "2", "--model.tiny"]
+RUN += ["--optimizer.warmup_steps", "0", "--validation.every_steps", "0", "--run.no_tensorboard", "--training.seq_len", "64"]
+
+
+@pytest.fixture
+def preflight(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    """Run the command; return its exit code and what it printed on either stream."""
+    monkeypatch.setenv("COLUMNS", "160")
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        capfd.readouterr()
+        code = command_line.main(arguments)
+        return code, *capfd.readouterr()
+
+    return run
+
+
+def test_one_screen_and_the_same_as_data(preflight):
+    code, screen, errors = preflight(*TINY, "--run.chip", "Trainium2", "--run.device", "neuron")
+    assert code == 0 and errors == ""
+    assert len(screen.splitlines()) <= 50
+    for said in (
+        "4 ranks, TP 4; 64 tokens a step; compiled",
+        "selective (chosen)",
+        "device memory 24.0 GiB, 1/4 of a Trainium2",
+        "2 graphs: ",
+        "rank constant",
+        "published: 255.7 s (qwen3_32b_trn2_compiled)",
+        "fits, with ",
+    ):
+        assert said in screen, screen
+
+    code, out, _ = preflight(*TINY, "--run.chip", "Trainium2", "--run.device", "neuron", "--json")
+    data = json.loads(out)
+    assert code == 0
+    assert [choice["activation_checkpointing"] for choice in data["choices"]] == ["none", "selective", "full"]
+    assert data["memory"]["memory_bytes"] == 24 * 2**30
+    assert {(graph["direction"], graph["operators"]) for graph in data["inventory"]["graphs"]} == {
+        ("forward", 135),
+        ("backward", 300),
+    }
+    assert data["rehearsal"]["parameter_bytes"] == 4 * data["rehearsal"]["num_parameters"]
+    assert data["roofline"]["compute_seconds"] == pytest.approx(
+        data["rehearsal"]["flops"]["backward"] * 1.46 / 158e12, rel=0.01
+    )
+    assert data["outlook"]["cold"]["seconds"] is None and data["published"] is None
+    constants = [finding for finding in data["inventory"]["findings"] if finding["kind"] == "rank constant"]
+    assert any("aten.sub.Tensor(int64[1, 64], 3072)" in finding["text"] for finding in constants), "the last rank's first row"
+    assert any("models/qwen3/model.py:" in (finding["where"] or "") for finding in constants)
+
+
+def test_a_recipe_that_does_not_fit_ends_with_1(preflight):
+    arguments = ["qwen3_0_6b", "--tiny", "--run.chip", "Trainium2", "--run.device", "neuron", "--parallel.ranks", "1"]
+    arguments += ["--training.seq_len", "4096", "--training.local_batch_size", "512"]
+    code, screen, _ = preflight(*arguments)
+    assert code == 1 and "does not fit: " in screen
+
+
+def test_what_has_changed_since_a_run_and_a_revision(preflight, tmp_path: Path):
+    (run,) = train([RUN], 1, tmp_path)
+    assert run.codes == [0]
+    (folder,) = (tmp_path / "0").iterdir()
+    assert (folder / "sources.zip").is_file() and not (folder / "inventory.json").exists()
+
+    code, screen, _ = preflight(*RUN, "--run.output_dir", str(tmp_path / "0"), "--against", folder.name)
+    assert code == 0 and "nothing will recompile" in screen, screen
+    assert (folder / "inventory.json").is_file(), "a run keeps its inventory"
+
+    code, out, _ = preflight(*RUN, "--training.seq_len=128", "--optimizer.lr", "0.5", "--against", str(folder), "--json")
+    assert code == 0
+    data = json.loads(out)
+    assert [cause for cause in data["causes"] if "lr" in cause] == []
+    assert "training.seq_len: 64 -> 128" in data["causes"]
+    assert len(data["new"]) == 2
+
+    inventory = str(folder / "inventory.json")
+    assert "nothing will recompile" in preflight(*RUN, "--against", inventory)[1]
+
+    code, _, errors = preflight(*RUN, "--against", "no-such-thing")
+    assert code == 2 and "got 'no-such-thing'; allowed: a run's folder or id, a file of --inventory, a git revision" in errors
+
+
+def test_a_revision_is_rehearsed_from_its_own_sources(preflight, tmp_path: Path):
+    if subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True).returncode:
+        pytest.skip("not a git repository")
+    changed = subprocess.run(["git", "-C", str(ROOT), "status", "--porcelain"], capture_output=True, text=True).stdout
+    code, out, errors = preflight(*RUN, "--against", "HEAD", "--json")
+    assert code == 0, errors
+    if not changed:
+        assert json.loads(out)["verdict"] == "nothing will recompile"
+
+
+def test_a_campaign_counts_each_graph_once(preflight, tmp_path: Path):
+    """Case B25: six launches with two shapes."""
+    launches = [
+        f"debug --model.tiny --run.mode compile --training.steps 20 --optimizer.lr {lr} --training.seq_len {seq_len}"
+        for seq_len in (64, 128)
+        for lr in (0.1, 0.01, 0.001)
+    ]
+    (tmp_path / "campaign").write_text("# a sweep\n\n" + "\n".join(launches) + "\n")
+    code, out, errors = preflight("--campaign", str(tmp_path / "campaign"), "--json")
+    assert code == 0, errors
+    plan = json.loads(out)
+    assert [launch["new_graphs"] for launch in plan["launches"]] == [2, 0, 0, 2, 0, 0]
+    assert plan["new_graphs"] == 4, "forward and backward of each shape"
+    assert "4 graphs to compile" in preflight("--campaign", str(tmp_path / "campaign"))[1]
+    (tmp_path / "campaign").write_text("no_such_recipe --x\n")
+    code, _, errors = preflight("--campaign", str(tmp_path / "campaign"))
+    assert code == 2 and "unknown recipe 'no_such_recipe'" in errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--against", "x"], "the recipe comes first"),
+        (["no_such"], "unknown recipe 'no_such'"),
+        (["debug", "--against"], "--against needs a value"),
+        (["debug", "--parallel.ranks", "3", "--parallel.tensor_parallel_degree", "2"], "parallel."),
+        (["--campaign", "no/such/file"], "cannot be read"),
+    ],
+)
+def test_what_cannot_be_found_out_is_one_line(preflight, arguments: list[str], said: str):
+    code, _, errors = preflight(*arguments)
+    assert code == 2 and said in errors and len(errors.splitlines()) == 1, errors
+
+
+def test_help(preflight):
+    assert "--against WHAT" in preflight("--help")[1] and preflight()[0] == 0
+
+
+@pytest.mark.distributed
+def test_a_run_folder_that_one_rank_does_not_see_is_refused_before_the_first_step(tmp_path: Path):
+    """Case C10."""
+    program = (
+        "import os, sys; folder = sys.argv.pop(1) + os.environ['RANK']; os.mkdir(folder); os.chdir(folder); import train; "
+        "sys.exit(train.main())"
+    )
+    command = ["-c", program, str(tmp_path / "rank"), *RUN, "--run.mode", "eager"]
+    with Processes(command, 2, {"PYTHONPATH": str(ROOT)}) as ranks:
+        finished = ranks.finish(120)
+    for code, output in finished:
+        assert code == 1 and "run.output_dir: rank 0 has made" in output and "rank 1 does not see it" in output, output
+    (record,) = tmp_path.glob("rank0/runs/*/record.json")
+    record = json.loads(record.read_text())
+    assert record["status"] == "failed" and "rank 1 does not see it" in record["cause"]
+    assert not list(tmp_path.glob("rank0/runs/*/steps.jsonl")) or not record.get("timing")
