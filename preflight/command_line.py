@@ -63,6 +63,8 @@ def _run(arguments: list[str]) -> int:
 
 
 def _recipe(arguments: Sequence[str]) -> Recipe | None:
+    if not arguments:
+        raise RecipeError("name a recipe: python -m preflight RECIPE ...; see `python -m preflight --help`")
     parsed = command_line.parse(arguments)
     if parsed is None:
         return None

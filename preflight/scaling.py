@@ -16,7 +16,8 @@ from preflight.rehearsal import Rehearsal
 from recipes.base import Recipe
 
 _DEPTHS, _BATCHES = (4, 6), (1, 2)
-_LARGEST_BATCH = 4096
+LARGEST_BATCH = 4096
+"""Nobody asks for more samples of a sequence on one rank."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,8 @@ class Scaling:
         return sum(weight * self.corners[at].flops for at, weight in self._weights(batch).items())
 
     def largest_batch(self, budget_bytes: float) -> int:
-        """Return the most samples of one forward pass whose step fits. 0: not even one does."""
-        low, high = 0, _LARGEST_BATCH  # more samples never need less memory
+        """Return the most samples of one forward pass whose step fits, up to LARGEST_BATCH. 0: not even one does."""
+        low, high = 0, LARGEST_BATCH  # more samples never need less memory
         while low < high:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if self.peak_bytes(middle) <= budget_bytes else (low, middle - 1)

@@ -15,6 +15,7 @@ from backends.checks import Check
 from preflight.against import Comparison
 from preflight.campaign import Plan
 from preflight.forecast import Seconds
+from preflight.scaling import LARGEST_BATCH
 from preflight.study import Study
 from training.console import seconds
 
@@ -93,7 +94,7 @@ def show_plan(plan: Plan, console: Console) -> None:
 def print_line(console: Console, name: str, text: str) -> None:
     """Print one named fact; what is too long goes on below, indented."""
     table = Table(box=None, show_header=False, padding=(0, 1, 0, 0))
-    table.add_column(width=12, style="bold")
+    table.add_column(width=13, style="bold")
     table.add_column(overflow="fold")
     table.add_row(name, text)
     console.print(table, markup=False, highlight=False)
@@ -101,13 +102,15 @@ def print_line(console: Console, name: str, text: str) -> None:
 
 def _choices(study: Study) -> Table:
     table = Table(title=f"one rank's step; device memory {_memory(study)}", title_justify="left", title_style="")
-    for column in ("checkpointing", "peak GiB", "fits", "largest local batch", "TFLOP a step"):
+    for column in ("checkpointing", "peak", "fits", "largest local batch", "TFLOP a step"):
         table.add_column(column, justify="left" if column == "checkpointing" else "right")
     for choice in study.choices:
         fits = {True: "yes", False: "no", None: "n/a"}[choice.fits]
-        largest = "n/a" if choice.largest_local_batch is None else str(choice.largest_local_batch)
+        largest = "n/a" if choice.largest_local_batch is None else f"{choice.largest_local_batch:,}"
+        if choice.largest_local_batch == LARGEST_BATCH:
+            largest += " or more"
         name = choice.activation_checkpointing + (" (chosen)" if choice.is_chosen else "")
-        table.add_row(name, _gib(choice.peak_bytes), fits, largest, f"{choice.flops / 1e12:.4g}")
+        table.add_row(name, _size(choice.peak_bytes), fits, largest, f"{choice.flops / 1e12:.4g}")
     return table
 
 
@@ -115,22 +118,22 @@ def _memory(study: Study) -> str:
     if study.memory is None:
         return "n/a (name the chip: --run.chip)"
     chip, ranks = study.memory.chip, study.memory.ranks_per_chip
-    return f"{_gib(study.memory.memory_bytes)} GiB, " + (f"1/{ranks} of a {chip}" if ranks > 1 else f"one {chip}")
+    return f"{_size(study.memory.memory_bytes)}, " + (f"1/{ranks} of a {chip}" if ranks > 1 else f"one {chip}")
 
 
 def _lines(study: Study) -> Iterator[tuple[str, str]]:
     rehearsal, inventory = study.rehearsal, study.stored.inventory
     peak = rehearsal.peak
-    parts = ", ".join(f"{name} {_gib(size)}" for name, size in peak.by_category.items() if size >= 0.005 * peak.total_bytes)
-    yield "peak", f"{_gib(peak.total_bytes)} GiB in {peak.phase}, {peak.place}: {parts}"
+    parts = ", ".join(f"{name} {_size(size)}" for name, size in peak.by_category.items() if size >= 0.005 * peak.total_bytes)
+    yield "peak", f"{_size(peak.total_bytes)} in {peak.phase}, {peak.place}: {parts}"
     kept = rehearsal
     yield (
         "whole step",
-        f"GiB: parameters {_gib(kept.parameter_bytes)} ({kept.num_parameters:,}), gradients {_gib(kept.gradient_bytes)}, "
-        f"optimizer state {_gib(kept.optimizer_bytes)}, activations kept {_gib(kept.activation_bytes)}",
+        f"parameters {_size(kept.parameter_bytes)} ({kept.num_parameters:,}), gradients {_size(kept.gradient_bytes)}, "
+        f"optimizer state {_size(kept.optimizer_bytes)}, activations kept {_size(kept.activation_bytes)}",
     )
     if rehearsal.collectives:
-        big = [f"{m.count} {m.kind} over {m.group}, {_gib(m.bytes)} GiB" for m in rehearsal.collectives]
+        big = [f"{m.count} {m.kind} over {m.group}, {_size(m.bytes)}" for m in rehearsal.collectives]
         yield "messages", "; ".join(big)
     yield "compiles", _compiles(study)
     yield from _findings(inventory.findings)
@@ -207,8 +210,8 @@ def _least_time(study: Study) -> str:
     if roof.overlapped_seconds is None:
         return "n/a: the peaks of the chip are not known"
     text = (
-        f"{roof.overlapped_seconds:.2f} s a step if all overlaps, {roof.serial_seconds:.2f} s if nothing does (compute "
-        f"{roof.compute_seconds:.2f}, memory {roof.memory_seconds:.2f}, links {roof.link_seconds:.2f} s)"
+        f"{roof.overlapped_seconds:.3g} s a step if all overlaps, {roof.serial_seconds:.3g} s if nothing does (compute "
+        f"{roof.compute_seconds:.3g} s, memory {roof.memory_seconds:.3g} s, links {roof.link_seconds:.3g} s)"
     )
     if study.published is None:
         return text
@@ -222,16 +225,19 @@ def _verdict(study: Study) -> str:
         return "n/a: the device's memory is not known; name the chip with --run.chip"
     room = study.memory.memory_bytes - chosen.peak_bytes
     if chosen.fits:
-        return f"fits, with {_gib(room)} GiB to spare"
+        return f"fits, with {_size(room)} to spare"
     others = [choice.activation_checkpointing for choice in study.choices if choice.fits]
     fix = (
         f"--parallel.activation_checkpointing {others[0]} would"
         if others
         else "no kind of checkpointing makes it fit: more ranks"
     )
-    return f"does not fit: {_gib(-room)} GiB too much; {fix}"
+    return f"does not fit: {_size(-room)} too much; {fix}"
 
 
-def _gib(size: float) -> str:
-    value = size / 2**30
-    return f"{value:.1f}" if value >= 10 else f"{value:.3g}"
+def _size(size: float) -> str:
+    """Return bytes in the unit that suits them."""
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size >= scale:
+            return f"{size / scale:.1f} {unit}" if size >= 10 * scale else f"{size / scale:.3g} {unit}"
+    return f"{size:.0f} B"
