@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -35,6 +36,8 @@ from training.watchdog import Watchdog
 from training.world import World
 
 T = TypeVar("T")
+_NETWORK_FOLDER_SECONDS = 5.0
+"""How much later than its maker another machine may see a new folder on a network file system."""
 
 
 class RanksDisagree(RunFailed):
@@ -171,7 +174,11 @@ class Ranks:
         Raises:
             RanksDisagree: on every rank, naming the first one that does not see it.
         """
-        for rank, (sees, place) in enumerate(self.gather((folder.is_dir(), f"{socket.gethostname()}:{folder.absolute()}"))):
+        self.barrier()  # from here on it is made
+        ends = time.monotonic() + _NETWORK_FOLDER_SECONDS
+        while not (found := folder.is_dir()) and time.monotonic() < ends:
+            time.sleep(0.1)
+        for rank, (sees, place) in enumerate(self.gather((found, f"{socket.gethostname()}:{folder.absolute()}"))):
             if not sees:
                 raise RanksDisagree(
                     f"run.output_dir: rank 0 has made {folder}, and rank {rank} does not see it (it looks at {place}); choose "

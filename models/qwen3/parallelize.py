@@ -103,8 +103,8 @@ def split_matrices(model: Qwen3, mesh: DeviceMesh) -> None:
         "feed_forward.w2": RowwiseParallel(output_layouts=SEQUENCE),
         "feed_forward.w3": ColwiseParallel(),
     }
-    parallelize_module(model, mesh, {"tok_embeddings": RowwiseParallel(input_layouts=WHOLE, output_layouts=SEQUENCE)})
-    model.tok_embeddings.register_forward_hook(_wait)
+    model.tok_embeddings.weight = nn.Parameter(distribute_tensor(model.tok_embeddings.weight, mesh, [Shard(0)]))
+    model.tok_embeddings.forward = MethodType(_forward_of_split_embedding, model.tok_embeddings)
     for block in model.layers:
         parallelize_module(block, mesh, plan)
     model.output.weight = nn.Parameter(distribute_tensor(model.output.weight, mesh, [Shard(0)]))
@@ -116,9 +116,20 @@ def split_matrices(model: Qwen3, mesh: DeviceMesh) -> None:
             module.forward = MethodType(_forward_of_copied_norm, module)
 
 
-def _wait(embedding: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-    """Copy the embedding's output once the collective behind it has arrived: a compiled block takes no promise of a tensor."""
-    return output.clone()
+def _forward_of_split_embedding(embedding: nn.Embedding, tokens_BT: Tensor) -> Tensor:
+    """Look up the tokens whose rows this rank has. The sum over the ranks is the embedding, of which each keeps its tokens.
+
+    RowwiseParallel does the same, but leaves every rank with the gradient of the whole vocabulary.
+    """
+    weight = embedding.weight
+    assert isinstance(weight, DTensor)
+    mesh, rows_VD = weight.device_mesh, weight.to_local()
+    rows_BT = tokens_BT - mesh.get_local_rank() * rows_VD.shape[0]
+    elsewhere_BT = (rows_BT < 0) | (rows_BT >= rows_VD.shape[0])
+    x_BTD = F.embedding(rows_BT.masked_fill(elsewhere_BT, 0), rows_VD)
+    x_BTD = x_BTD.masked_fill(elsewhere_BT.unsqueeze(-1), 0)
+    x_BTD = DTensor.from_local(x_BTD, mesh, [Partial()], run_check=False).redistribute(placements=[SEQUENCE]).to_local()
+    return x_BTD.clone()  # once the collective behind it has arrived: a compiled block takes no promise of a tensor
 
 
 def _forward_of_copied_norm(norm: RMSNorm, x: Tensor) -> Tensor:
