@@ -90,7 +90,7 @@ def older(what: str, arguments: Sequence[str], output_dir: str) -> Iterator[Olde
             except ValueError as error:
                 raise RecipeError(f"--against: {error}") from None
         else:
-            _check_out(what, tree)
+            check_out(what, tree)
             yield Older(what, take_in(tree, arguments), tree, arguments)
 
 
@@ -121,7 +121,12 @@ def _of_run(folder: Path, tree: Path) -> Older:
     return Older(folder.name, stored, tree, arguments)
 
 
-def _check_out(revision: str, tree: Path) -> None:
+def check_out(revision: str, tree: Path) -> None:
+    """Write the sources of a git revision into a folder.
+
+    Raises:
+        RecipeError: if there is no such revision.
+    """
     git = ["git", "-C", str(ROOT)]
     known = subprocess.run([*git, "rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}"], capture_output=True, text=True)
     if known.returncode:

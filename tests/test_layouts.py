@@ -38,7 +38,6 @@ LAYOUTS = {
         f"{UNTIED} {TWO} {COMPILED} {NONE}",
         f"qwen3_32b_trn2_eager {TWO} {EAGER}",
         f"qwen3_32b_h200x8 {COMPILED}",
-        f"{UNTIED} {ALONE} {INDUCTOR} {NONE}",
         f"{UNTIED} {TWO} {INDUCTOR} {SELECTIVE}",
     ],
     4: [
@@ -128,7 +127,7 @@ def test_d16_every_layout_trains_like_one_process(world_size, references, tmp_pa
 @pytest.mark.distributed
 @pytest.mark.parametrize("world_size", LAYOUTS)
 def test_every_layout_trains_like_one_process_on_the_stand_in(world_size, references, tmp_path):
-    layouts = [on_the_stand_in(layout) for layout in LAYOUTS[world_size]]
+    layouts = [on_the_stand_in(layout) for layout in LAYOUTS[world_size] if INDUCTOR not in layout or COMPILED in layout]
     environment = simulated_neuron.environment(tmp_path)
     module = "tests.simulated_neuron.train"
     runs = train(

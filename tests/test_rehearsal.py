@@ -94,7 +94,7 @@ TWINS = {
     # ranks: name: arguments
     1: {
         "as it is": ["qwen3_0_6b", "--tiny", *mesh(1, 1)],
-        "accumulation": ["debug", *mesh(1, 1), "--training.global_batch_size", "6"],
+        "accumulation": ["qwen3_8b_trn2", "--tiny", *mesh(1, 1), "--training.global_batch_size", "6"],
     },
     2: {
         "FSDP 2, selective": ["qwen3_8b_trn2", "--tiny", *mesh(2, 1)],
