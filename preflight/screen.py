@@ -173,7 +173,8 @@ def _findings(findings: list[Any]) -> Iterator[tuple[str, str]]:
         alike = together[kind, where]
         place = f"at {where}" if where else "at no line of the model: in the backward pass or within torch"
         more = f", and {len(alike) - 1} more" if len(alike) > 1 else ""
-        yield kind, f"{alike[0].text}{more}, {sum(finding.count for finding in alike)} times {place}"
+        number = sum(finding.count for finding in alike)
+        yield kind, f"{alike[0].text}{more}, {number} time{'s' if number > 1 else ''} {place}"
     if len(shown) > _FINDINGS:
         yield "", f"and {len(shown) - _FINDINGS} more findings: --json lists all"
 
