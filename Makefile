@@ -12,7 +12,7 @@ demo: $(INSTALLED)
 	$(VENV)/bin/python -m scripts.demo
 
 test: $(INSTALLED)
-	$(VENV)/bin/python -m pytest -n 2
+	$(VENV)/bin/python -m pytest -n 2 --dist worksteal
 
 check: $(INSTALLED)
 	$(VENV)/bin/ruff check .

@@ -91,13 +91,13 @@ def _compare(recipe: Recipe, arguments: Sequence[str], what: str, as_json: bool)
 
     from preflight.against import compare, find_causes
     from preflight.screen import show_comparison
-    from preflight.stored import ROOT
-    from preflight.trees import older, take_in
+    from preflight.stored import ROOT, take
+    from preflight.trees import older
 
     with _progress() as status, older(what, arguments, recipe.run.output_dir) as old:
         if status is not None:
             status.update(f"rehearsing {recipe.name}")
-        new = take_in(ROOT, arguments)
+        new = take(recipe)
         comparison = compare(old.stored, new)
         edits = old.edits(ROOT, comparison.changed_sources)
         find_causes(comparison, old.stored, new, old.with_field, edits)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import signal
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, replace
@@ -169,6 +170,7 @@ def _choice(
 
 def _start_worker() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends all of them, without a traceback from each
     logging.disable(logging.WARNING)  # torch's advice on a mesh that only exists in part
 
 

@@ -142,9 +142,8 @@ def take_in(tree: Path, arguments: Sequence[str]) -> Stored:
     Raises:
         RecipeError: if those sources cannot be rehearsed.
     """
-    if tree != ROOT:
-        shutil.rmtree(tree / "preflight", ignore_errors=True)
-        shutil.copytree(ROOT / "preflight", tree / "preflight", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.rmtree(tree / "preflight", ignore_errors=True)
+    shutil.copytree(ROOT / "preflight", tree / "preflight", ignore=shutil.ignore_patterns("__pycache__"))
     with tempfile.TemporaryDirectory(prefix="preflight-") as folder:
         output = Path(folder) / INVENTORY
         command = [sys.executable, "-m", "preflight", *arguments, "--inventory", str(output)]
