@@ -7,6 +7,9 @@ from typing import Any
 
 from recipes.base import Recipe
 
+WORK = ("seq_len", "local_batch_size", "global_batch_size", "dtype")
+"""Fields of recipes.base.Training that, with the model and the ranks, say how much a step is."""
+
 
 def with_choice(recipe: Recipe, activation_checkpointing: Any = None, local_batch_size: int | None = None) -> Recipe:
     """Return the recipe with another kind of checkpointing, or another local batch and as many accumulation steps."""

@@ -115,15 +115,15 @@ def _file_system(folder: Path) -> str | None:
 
 
 def _timeout(recipe: Recipe) -> Check:
-    from preflight.outlook import longest_known_first_step
+    from preflight.outlook import TIMEOUT_FACTOR, longest_known_first_step
 
     allowed = recipe.comm.first_step_timeout_seconds
     longest, source = longest_known_first_step(recipe)
     if longest is None:
         return Check("time-out", "ok", f"{allowed:.0f} s for the first step; no first step is known to compare it with")
     text = f"{allowed:.0f} s for the first step; the longest known took {longest:.1f} s ({source})"
-    if allowed < 2 * longest:
-        return Check("time-out", "warning", text, f"--comm.first_step_timeout_seconds {2 * longest:.0f}")
+    if allowed < TIMEOUT_FACTOR * longest:
+        return Check("time-out", "warning", text, f"--comm.first_step_timeout_seconds {TIMEOUT_FACTOR * longest:.0f}")
     return Check("time-out", "ok", text)
 
 

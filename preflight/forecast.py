@@ -16,11 +16,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from preflight.choices import WORK
 from preflight.graphs import Graph
 
 COLD, WARM = "cold", "warm"
-WORK = ("seq_len", "local_batch_size", "global_batch_size", "dtype")
-"""Fields of recipes.base.Training that, with the model and the ranks, say how much a step is."""
 _NEAR = 8.0
 """How many times the FLOPs of another run's step a step may have for its forecast to rest on such runs alone."""
 

@@ -190,39 +190,40 @@ def _shown(value: Any, groups: dict[str, str]) -> str:
 
 _SYNCS = ("aten._local_scalar_dense", "aten.item", "aten.equal", "aten.is_nonzero")
 _DATA_DEPENDENT = ("aten.nonzero", "aten.masked_select", "aten._unique2", "aten.unique_dim", "aten.unique_consecutive")
-_64_BIT = (torch.int64, torch.float64)
+_64_BIT = ("int64", "float64")
 
 
 def hazards(operator: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> list[tuple[str, str]]:
     """Return what is wrong with one eager operator, as kind and sentence."""
-    name, found = str(operator.overloadpacket), []
-    if name in _SYNCS:
-        found.append(("host sync", f"{name} waits for the device"))
-    if name in _DATA_DEPENDENT:
-        found.append(("data-dependent shape", f"{name} has a result whose shape depends on values"))
-    if name == "aten.slice" and len(arguments) > 4 and arguments[4] != 1:
-        found.append(("strided slice", f"every {arguments[4]}th element; split or reshape instead"))
-    if operator.is_view or operator.namespace == "c10d":
-        return found
-    wide = {leaf.dtype for leaf in tree_leaves((arguments, named)) if isinstance(leaf, Tensor)}
-    found += [("64-bit", f"{str(dtype).removeprefix('torch.')} tensors") for dtype in _64_BIT if dtype in wide]
-    return found
+    stride = arguments[4] if len(arguments) > 4 else 1
+    tensors = [] if operator.is_view or operator.namespace == "c10d" else tree_leaves((arguments, named))
+    types = {str(leaf.dtype).removeprefix("torch.") for leaf in tensors if isinstance(leaf, Tensor)}
+    return _judge(str(operator.overloadpacket), str(stride), [dtype for dtype in _64_BIT if dtype in types])
 
 
 def _hazards_of(line: str) -> list[tuple[str, str]]:
     """Return what is wrong with one node of a graph."""
-    found = []
     operator, _, rest = line.partition(" = ")[2].partition("(")
-    name = operator.rsplit(".", 1)[0]
-    if name in _DATA_DEPENDENT:
-        found.append(("data-dependent shape", f"{name} has a result whose shape depends on values"))
+    arguments = rest.rpartition("): ")[0].split(", ")
+    stride = arguments[4] if len(arguments) > 4 else "1"
+    return _judge(operator.rsplit(".", 1)[0], stride, [dtype for dtype in _64_BIT if f": {dtype}[" in line])
+
+
+def _judge(name: str, stride: str, wide: list[str]) -> list[tuple[str, str]]:
+    """Return what is wrong with an operator.
+
+    Args:
+        stride: its fifth argument, which is a slice's step.
+        wide: types of 64 bits among its tensors.
+    """
+    found = []
     if name in _SYNCS:
         found.append(("host sync", f"{name} waits for the device"))
-    arguments = rest.rpartition("): ")[0].split(", ")
-    if name == "aten.slice" and len(arguments) > 4 and arguments[4] != "1":
-        found.append(("strided slice", f"every {arguments[4]}th element; split or reshape instead"))
-    found += [("64-bit", f"{dtype} tensors") for dtype in ("int64", "float64") if f": {dtype}[" in line]
-    return found
+    if name in _DATA_DEPENDENT:
+        found.append(("data-dependent shape", f"{name} has a result whose shape depends on values"))
+    if name == "aten.slice" and stride != "1":
+        found.append(("strided slice", f"every {stride}th element; split or reshape instead"))
+    return found + [("64-bit", f"{dtype} tensors") for dtype in wide]
 
 
 def _caller() -> str | None:

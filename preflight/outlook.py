@@ -21,7 +21,7 @@ from training.flops import count_flops
 
 _ASKED_RUNS, _AT_ONCE = 5, 2
 """Newest compiled runs whose graphs are looked at, and how many are rehearsed at a time if they keep no inventory yet."""
-_TIMES = 2.0
+TIMEOUT_FACTOR = 2.0
 """How much longer than its forecast a first step may take before it is given up."""
 
 
@@ -78,7 +78,7 @@ def outlook(recipe: Recipe, stored: Stored, published: Published | None, cache_i
         published=others,
         longest_seconds=longest,
         timeout_seconds=timeout,
-        timeout_is_enough=None if longest is None else timeout >= _TIMES * longest,
+        timeout_is_enough=None if longest is None else timeout >= TIMEOUT_FACTOR * longest,
         break_even=found,
         advice=_advice(recipe, found),
     )

@@ -15,6 +15,7 @@ from backends.checks import Check
 from preflight.against import Comparison
 from preflight.campaign import Plan
 from preflight.forecast import Seconds
+from preflight.outlook import TIMEOUT_FACTOR
 from preflight.scaling import LARGEST_BATCH
 from preflight.study import Study
 from training.console import seconds
@@ -201,7 +202,9 @@ def _timeout(outlook: Any) -> str:
     if outlook.longest_seconds is None:
         return allowed
     fix = (
-        "" if outlook.timeout_is_enough else f"; too short: --comm.first_step_timeout_seconds {2 * outlook.longest_seconds:.0f}"
+        ""
+        if outlook.timeout_is_enough
+        else f"; too short: --comm.first_step_timeout_seconds {TIMEOUT_FACTOR * outlook.longest_seconds:.0f}"
     )
     return f"{allowed}; the longest expected is {outlook.longest_seconds:.1f} s{fix}"
 

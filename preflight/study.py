@@ -14,7 +14,7 @@ from typing import Any
 from backends import get_backend
 from backends.chip_limits import ChipLimits
 from models import model_config
-from preflight.choices import with_choice
+from preflight.choices import WORK, with_choice
 from recipes import command_line
 from recipes.base import Published, Recipe
 
@@ -23,8 +23,6 @@ _WORKERS = 2
 _FEW_BLOCKS = 4
 _AGREE = 0.01
 """How far a peak worked out from short models may be from the rehearsed one before all are rehearsed at full depth."""
-_WORK = {"training": ("seq_len", "local_batch_size", "global_batch_size", "dtype"), "run": ("mode", "device")}
-"""Fields that change how fast a step is; together with the whole of model, parallel and compile."""
 KINDS = ("none", "selective", "full")
 """Of activation checkpointing, least recomputation first."""
 
@@ -129,10 +127,7 @@ def published(recipe: Recipe) -> Published | None:
     """Return somebody's figures for exactly this work. None: there are none, or an override has changed the work."""
     original = command_line.load(recipe.name)
     same = all(getattr(recipe, section) == getattr(original, section) for section in ("model", "parallel", "compile"))
-    for section, names in (
-        ("training", ("seq_len", "local_batch_size", "global_batch_size", "dtype")),
-        ("run", ("mode", "device")),
-    ):
+    for section, names in (("training", WORK), ("run", ("mode", "device"))):
         mine, theirs = getattr(recipe, section), getattr(original, section)
         same = same and all(getattr(mine, name) == getattr(theirs, name) for name in names)
     return recipe.published if same else None

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from preflight import forecast
+from preflight.choices import WORK
 from preflight.forecast import COLD, WARM, advice, break_even, first_step, read_runs
 from preflight.graphs import BACKWARD, FORWARD, Graph, Line
 
@@ -29,7 +30,7 @@ def write_run(
     record = {
         "id": f"run{number}",
         "environment": {"device": "cpu", "software": {"host": host, "packages": {"torch": more.get("torch", "2.13.0")}}},
-        "identity": {"recipe": {"model": {}, "training": dict.fromkeys(forecast.WORK)}},
+        "identity": {"recipe": {"model": {}, "training": dict.fromkeys(WORK)}},
         "compile": {"mode": mode, "compilations": halves if mode == "compile" else [], "cache": {"state": state}},
         "timing": {"first_step_seconds": seconds, "steady": {"seconds_per_step_median": 0.5}},
         "work": {"flops_per_token": {"torchtitan": 1e6}, "tokens_per_step": 1000, "world_size": 1},
