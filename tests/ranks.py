@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import os
@@ -12,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -90,18 +89,33 @@ class Processes:
         return [(process.returncode, output) for process, output in zip(self.processes, outputs, strict=True)]
 
 
-# Each test process has a range of its own, below the ports that the system gives to those who ask for any: a run meets at its
-# port long after the port was chosen, and between the two gloo opens hundreds of sockets.
-_PORTS = itertools.count(20_000 + 2_000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) + os.getpid() % 1_000)
+def _own_ports() -> Iterator[int]:
+    """Go round the ports of this test process, which lie below those that the system gives to whoever asks for any.
+
+    A run meets at its port long after the port was chosen, and between the two gloo opens hundreds of sockets.
+    """
+    worker, workers = os.environ.get("PYTEST_XDIST_WORKER", "gw0"), os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")
+    share = 12_000 // int(workers)
+    first = 20_000 + share * int(worker.removeprefix("gw"))
+    # Another suite on this machine begins somewhere else.
+    return itertools.islice(itertools.cycle(range(first, first + share)), os.getpid() % share, None)
+
+
+_PORTS = _own_ports()
 
 
 def free_port() -> int:
     """A port that nobody uses now, and that no other test will choose."""
-    for port in _PORTS:
-        with socket.socket() as probe, contextlib.suppress(OSError):
+    return next(filter(_is_free, _PORTS))
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
             probe.bind(("127.0.0.1", port))
-            return port
-    raise AssertionError("the counter does not end")
+        except OSError:
+            return False
+        return True
 
 
 def train(
