@@ -165,7 +165,7 @@ def train(
 
     ranks.require_same({"data": train_data.source.fingerprint, "tokenizer": train_data.tokenizer.fingerprint})
     record = RunRecord(recipe, arguments, REPOSITORY, ranks.from_main(lambda: run_name(recipe)), writes=ranks.world.is_main)
-    watch = CompileWatch(run.mode == "compile", backend.compile_cache)
+    watch = CompileWatch(run.mode == "compile", backend.compile_cache, backend.compile_cache_counters)
     meter = Meter(backend.synchronize, sum_losses=ranks.sum_losses)
     flops = count_flops(config, training.seq_len)
     journal = Journal(recipe, record, console, meter, flops.flops_per_token, ranks.world.size)

@@ -208,8 +208,12 @@ class Backend(ABC):
         return {**versions, **{name: os.environ.get(name) for name in self.compile_variables}}
 
     def compile_cache(self) -> CompileCache:
-        """The persistent compile cache now."""
+        """The persistent compile cache now. Walks its folder, which may hold thousands of files."""
         return CompileCache()
+
+    def compile_cache_counters(self) -> tuple[int | None, int | None]:
+        """Hits and misses of `compile_cache` alone, without a look at its folder."""
+        return None, None
 
     def compiled_graphs(self) -> list[str] | None:
         """Cache key of each graph that this process compiled or fetched, in order. None: the device does not say."""

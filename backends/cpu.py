@@ -59,6 +59,9 @@ class CpuBackend(Backend):
     def compile_cache(self) -> CompileCache:
         return inductor.compile_cache()
 
+    def compile_cache_counters(self) -> tuple[int, int]:
+        return inductor.hits_and_misses()
+
     def fallback_ops(self) -> dict[str, int | None] | None:
         """None fell back: the host is the device."""
         return {}

@@ -99,6 +99,9 @@ class CudaBackend(Backend):
     def compile_cache(self) -> CompileCache:
         return inductor.compile_cache()
 
+    def compile_cache_counters(self) -> tuple[int, int]:
+        return inductor.hits_and_misses()
+
     def fallback_ops(self) -> dict[str, int | None] | None:
         """None fell back: an operator without a CUDA kernel raises."""
         return {}

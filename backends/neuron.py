@@ -145,8 +145,7 @@ class NeuronBackend(Backend):
 
         Source: https://awsdocs-neuron.readthedocs-hosted.com/en/latest/torch/guides/memory-profiling-guide.html
         """
-        self.synchronize()
-        neuron = _neuron()
+        (neuron := _neuron()).synchronize()
         properties = _ask(neuron, "get_device_properties", _ask(neuron, "current_device"))
         return Memory(
             allocated_bytes=_count(_ask(neuron, "memory_allocated")),
@@ -176,9 +175,11 @@ class NeuronBackend(Backend):
 
     def compile_cache(self) -> CompileCache:
         """The NEFF files of eager operators and compiled graphs alike; hits and misses of this process."""
-        directory = os.environ.get("TORCH_NEURONX_NEFF_CACHE_DIR", DEFAULT_CACHE)
-        hits, misses = _counter("CompilationCache.PersistentHits"), _counter("CompilationCache.PersistentMisses")
-        return CompileCache.at(Path(directory), ".neff", hits, misses)
+        place = os.environ.get("TORCH_NEURONX_NEFF_CACHE_DIR", DEFAULT_CACHE)
+        return CompileCache.at(Path(place), ".neff", *self.compile_cache_counters())
+
+    def compile_cache_counters(self) -> tuple[int | None, int | None]:
+        return _counter("CompilationCache.PersistentHits"), _counter("CompilationCache.PersistentMisses")
 
     def compiled_graphs(self) -> list[str] | None:
         metrics = _ask(_neuron(), "get_dynamo_metrics")

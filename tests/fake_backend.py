@@ -105,6 +105,10 @@ class FakeBackend(Backend):
         self._log("compile_cache")
         return next(self._caches)
 
+    def compile_cache_counters(self) -> tuple[int | None, int | None]:
+        cache = self.compile_cache()
+        return cache.hits, cache.misses
+
     def fallback_ops(self) -> dict[str, int | None] | None:
         self._log("fallback_ops")
         return next(self._fallbacks)

@@ -107,6 +107,7 @@ def test_contract(name, tmp_path, monkeypatch):
         backend.check_compile(speed=11)
     assert all(value is backend.compile_kwargs()[key] for key, value in backend.compile_kwargs().items())
     cache = backend.compile_cache()
+    assert backend.compile_cache_counters() == (cache.hits, cache.misses)
     assert isinstance(cache, CompileCache)
     assert all(value is None or value >= 0 for value in (cache.files, cache.size_bytes, cache.hits, cache.misses))
     fallbacks = backend.fallback_ops()

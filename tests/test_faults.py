@@ -30,7 +30,7 @@ def test_a_killed_rank_ends_the_others_within_15_seconds_by_name(world_size: int
     command = ["-m", "tests.faulty_train", "kill", str(victim), "3", *RUN, "--run.output_dir", str(tmp_path)]
     with Processes(command, world_size) as started:
         dead = started.processes[victim]
-        assert dead.wait(120) == -signal.SIGKILL
+        assert dead.wait(120)[0] == -signal.SIGKILL
         killed = time.monotonic()
         finished = started.finish(15)
         assert time.monotonic() - killed < 15

@@ -434,11 +434,9 @@ def test_a_rank_that_finishes_is_not_gone():
 def test_a_signal_ends_a_blocked_rank(everybody):
     with ranks("blocks", 2) as started:
         for process in started.processes:
-            assert process.stdout is not None
-            while "blocked" not in (line := process.stdout.readline()):
-                assert line, "ended early"
+            process.wait_for("blocked")
         for process in started.processes if everybody else started.processes[1:]:
-            process.terminate()
+            process.send(signal.SIGTERM)
         finished = started.finish(15)
     assert [code for code, _ in finished] == [130 if everybody else 1, 130], finished
     if not everybody:

@@ -60,11 +60,16 @@ class CompileWatch:
     Args:
         active: whether compilation was asked for.
         cache: reads the persistent compile cache.
+        counters: its hits and misses alone. It is asked at each mark of the first step, where a walk through the cache's
+            folder would be a wait of our own making.
     """
 
     active: bool
     cache: Callable[[], CompileCache]
+    counters: Callable[[], tuple[int | None, int | None]]
     compilations: list[Compilation] = field(default_factory=list)
+    first_step: int = 1
+    """Of this process: a resumed run begins later."""
 
     def __post_init__(self) -> None:
         self.cache_before = self.cache()
@@ -93,12 +98,12 @@ class CompileWatch:
         if not self.active:
             return CompileTotals()
         entries = [_describe(entry, 0) for entry in self._metrics()[self._before :]]
-        cache = self.cache()
+        hits, misses = self.counters()
         return CompileTotals(
             compile_seconds=sum(entry.seconds for entry in entries),
             trace_seconds=sum(entry.trace_seconds for entry in entries),
-            cache_hits=cache.hits,
-            cache_misses=cache.misses,
+            cache_hits=hits,
+            cache_misses=misses,
         )
 
     def require_compiled(self) -> None:
@@ -143,13 +148,13 @@ class CompileWatch:
         """
         cache = self.cache()
         use = self.cache_use(cache)
-        late = [compilation for compilation in self.compilations if compilation.step > 1]
+        late = [compilation for compilation in self.compilations if compilation.step > self.first_step]
         return {
             "graphs": len(self.compilations),
             "graph_breaks": self.graph_breaks(),
             "compile_seconds": self.compile_seconds(),
             "trace_seconds": sum(compilation.trace_seconds for compilation in self.compilations),
-            "compilations": [asdict(compilation) for compilation in self.compilations if compilation.step <= 1],
+            "compilations": [asdict(compilation) for compilation in self.compilations if compilation.step <= self.first_step],
             "late_compiles": [asdict(compilation) for compilation in late],
             "late_compile_seconds": sum(compilation.seconds for compilation in late),
             "cache": {
