@@ -5,7 +5,8 @@
     python train.py --help                      every recipe
 
 Exit code 0: finished. 1: the run failed; its record says why. 2: the recipe or the machine cannot do what was asked, and
-nothing was written. 130: interrupted; the record holds what was done until then.
+nothing was written. 130, 143: stopped by SIGINT, SIGTERM. 75: stopped by run.budget_minutes. After its first step a run that is
+stopped saves before it ends, and `--resume` goes on from there.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from training.journal import Journal
 from training.metrics import Meter
 from training.record import RunFailed, RunRecord, package_versions, run_name
 from training.report import Report
+from training.resume import resume_point
+from training.stopping import Stopping
 from training.timeline import Timeline
 from training.world import World
 
@@ -58,8 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
         if dry_run:
             print("\n".join(command_line.lines(recipe)))
             return 0
-        start(recipe, get_backend(recipe.run.device), world, timeline, arguments)
-        return 0
+        return start(recipe, get_backend(recipe.run.device), world, timeline, arguments)
     except (RecipeError, BackendUnavailable) as error:
         complain(error)
         return 2
@@ -76,8 +78,8 @@ def complain(error: BaseException) -> None:
     print(f"error: {error}" if rank is None else f"error: rank {rank}: {error}", file=sys.stderr)
 
 
-def start(recipe: Recipe, backend: Backend, world: World, timeline: Timeline, arguments: list[str]) -> None:
-    """Bring torch and the ranks up in the order that every device can bear, then train.
+def start(recipe: Recipe, backend: Backend, world: World, timeline: Timeline, arguments: list[str]) -> int:
+    """Bring torch and the ranks up in the order that every device can bear, train, and return the exit code.
 
     Raises:
         RecipeError, BackendUnavailable: before anything is written, if the recipe or the machine cannot do what was asked.
@@ -96,7 +98,7 @@ def start(recipe: Recipe, backend: Backend, world: World, timeline: Timeline, ar
     try:
         with ranks.watch(timeline, console.note, complain):
             ranks.require_same(work_facts(recipe))
-            train(recipe, backend, ranks, console, timeline, arguments, environment)
+            return train(recipe, backend, ranks, console, timeline, arguments, environment)
     finally:
         ranks.close()
 
@@ -109,21 +111,25 @@ def train(
     timeline: Timeline,
     arguments: list[str],
     environment: Sequence[EnvironmentVariable],
-) -> None:
-    """Build what the recipe names, run the loop, and leave a closed record whatever happens."""
+) -> int:
+    """Build what the recipe names, run the loop, leave a closed record whatever happens, and return the exit code."""
     import torch
 
     from models import load_family, model_config
+    from training.checkpoint import Checkpointer, checkpoint_store
     from training.data import build_data
     from training.data_parallel import multiply_dtype, replicated, sharding
     from training.gradients import clip_grad_norm_
     from training.initialise import initialise
     from training.optimizer import build_optimizer, learning_rate, set_learning_rate
-    from training.weights import export_weights, load_weights
+    from training.run_state import RunState
+    from training.weights import load_weights
 
     device = backend.device(ranks.world.local_rank)
     ranks.arrange(backend)
     timeline.mark(phases.PROCESS_GROUP)
+    resumed = resume_point(recipe, ranks, console.note)
+    timeline.mark(phases.MATERIALISE)
 
     training, run, parallel = recipe.training, recipe.run, recipe.parallel
     config = model_config(recipe.model, training.seq_len, parallel.tensor_parallel_degree)
@@ -132,6 +138,8 @@ def train(
         train_data, validation_data = build_data(
             recipe, config.vocab_size, rank=ranks.data_rank, world_size=ranks.data, notify=console.note
         )
+    if resumed is not None:
+        train_data.load_state_dict(resumed.manifest.data)
     timeline.mark(phases.DATA)
 
     backend.seed(run.seed)
@@ -153,24 +161,34 @@ def train(
     timeline.mark(phases.PARALLELISE)
 
     model.materialise(device)
-    if recipe.model.initial_weights is None:
+    if resumed is None and (weights := recipe.model.initial_weights) is not None:
+        load_weights(model, family.adapter, weights)
+    elif resumed is None:
         initialise(model.initialisation(), run.seed, threads=ranks.world.host_threads)
-    else:
-        load_weights(model, family.adapter, recipe.model.initial_weights)
     network = replicated(model, recipe, ranks)
     timeline.mark(phases.MATERIALISE)
 
     optimizer, implementation = build_optimizer(model, recipe.optimizer, backend.adamw)
     timeline.mark(phases.OPTIMIZER_BUILD)
+    state = RunState(model, optimizer, ranks.checkpoint_group)
+    if resumed is not None:
+        state.load(resumed.store, resumed.manifest, console.note)
+        timeline.mark(phases.MATERIALISE)
+    first_step = 1 if resumed is None else resumed.manifest.step + 1
 
     ranks.require_same({"data": train_data.source.fingerprint, "tokenizer": train_data.tokenizer.fingerprint})
-    record = RunRecord(recipe, arguments, REPOSITORY, ranks.from_main(lambda: run_name(recipe)), writes=ranks.world.is_main)
-    watch = CompileWatch(run.mode == "compile", backend.compile_cache, backend.compile_cache_counters)
+    name = ranks.from_main(lambda: run_name(recipe))
+    store = ranks.from_main(lambda: checkpoint_store(recipe, Path(run.output_dir, name), resumed, console.note))
+    record = RunRecord(recipe, arguments, REPOSITORY, name, writes=ranks.world.is_main)
+    watch = CompileWatch(run.mode == "compile", backend.compile_cache, backend.compile_cache_counters, first_step=first_step)
     meter = Meter(backend.synchronize, sum_losses=ranks.sum_losses)
     flops = count_flops(config, training.seq_len)
-    journal = Journal(recipe, record, console, meter, flops.flops_per_token, ranks.world.size)
-    report = Report(recipe, backend, config, train_data, journal, timeline, watch, environment, implementation, ranks)
+    journal = Journal(recipe, record, console, meter, flops.flops_per_token, ranks.world.size, first_step)
+    keeper = Checkpointer(recipe, store, resumed, state, ranks, train_data, journal)
+    report = Report(recipe, backend, config, train_data, journal, timeline, watch, environment, implementation, ranks, keeper)
+    stopping = Stopping(run, ranks, timeline.elapsed, keeper.longest)
     watchdog = ranks.watchdog
+    watchdog.own.first_step = first_step
     timeline.attach(backend.synchronize, watch.totals)
 
     # Sharded weights are gathered in the type of the products; whole ones are cast where they are multiplied.
@@ -196,11 +214,13 @@ def train(
                 valid_tokens += batch.num_valid_tokens_of_all_ranks
         return ranks.sum_losses([loss_sum])[0] / max(valid_tokens, 1), valid_tokens
 
-    with report, console, ranks.contexts(), ExitStack() as profiling:
+    with report, console, stopping, keeper, ranks.contexts(), ExitStack() as profiling:
         ranks.require_shared(record.folder)  # here all meet: whoever was slow is not waited for inside the first step
         timeline.mark(phases.DATA)
         meter.begin()
-        for step in range(1, training.steps + 1):
+        if first_step > training.steps:
+            console.note(f"step {training.steps} of {training.steps} was done before: there is nothing left to train")
+        for step in range(first_step, training.steps + 1):
             watchdog.step = step
             if step == profiled.start and profiled:
                 profiling.enter_context(backend.profiler(record.folder / "profile"))
@@ -219,7 +239,8 @@ def train(
             grad_norm = clip_grad_norm_(model.parameters(), training.max_grad_norm or math.inf)
             lr = learning_rate(step, training.steps, recipe.optimizer)
             set_learning_rate(optimizer, lr)
-            optimizer.step()
+            if not journal.health.skips(step, grad_norm):
+                optimizer.step()
             optimizer.zero_grad()
             timeline.mark(phases.OPTIMIZER)
 
@@ -231,14 +252,18 @@ def train(
             if step in profiled:
                 disturbed_by = "profiled"
             console.advance(step)
+            report.stopped = stopping.after_step(step)
+            saves = keeper.due(step) or report.stopped is not None
             validates = recipe.validation.every_steps and step % recipe.validation.every_steps == 0
-            if step in (1, training.steps, profiled.start - 1, profiled.stop - 1) or step % run.log_every == 0 or validates:
+            edges = (first_step, training.steps, profiled.start - 1, profiled.stop - 1)
+            if step in edges or step % run.log_every == 0 or validates or saves:
                 if step + 1 == profiled.stop:
                     profiling.close()
-                journal.end_window(disturbed_by)
+                journal.end_window(disturbed_by or ("saved" if keeper.is_writing else None))
                 disturbed_by = None
-                if step == 1:
+                if step == first_step:
                     report.after_first_step()
+                    stopping.arm()
                     ranks.shorten_timeout(console.note)
                     gc.collect()
                     gc.freeze()  # what exists now lives as long as the run: later collections need not walk it
@@ -246,14 +271,19 @@ def train(
                     with watchdog.task("validation"):
                         journal.add_validation(step, *validate())
                     journal.add_compilations(watch.observe(step))
+                keeper.poll()
+                journal.health.compare_copies(step, model, ranks)
+                if saves:
+                    with watchdog.task("saving a checkpoint"):
+                        keeper.save(step, last=report.stopped is not None or step == training.steps)
                 meter.begin()
+            if report.stopped is not None:
+                break
 
-        if recipe.checkpoint.export:
-            folder, source = record.folder / "checkpoints" / "hf", recipe.model.initial_weights
-            save, writes = train_data.tokenizer.save, ranks.world.is_main
+        if recipe.checkpoint.export and report.stopped is None:
             with watchdog.task("the export of the weights"):
-                export_weights(model, family.adapter, folder, save, step=training.steps, start=source, writes=writes)
-            console.note(f"weights: {folder}")
+                keeper.export(family.adapter)
+    return 0 if report.stopped is None else report.stopped.exit_code
 
 
 def work_facts(recipe: Recipe) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Literal
 
 from tyro.conf import Fixed
 
+from recipes.durability import Checkpoint, Health
 from recipes.rules import broken_rules
 
 
@@ -169,14 +170,6 @@ class Compile:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Checkpoint:
-    """What is written besides the record."""
-
-    export: bool = False
-    """Write the final weights as a Hugging Face folder (safetensors, config, tokenizer) inside the run folder."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Run:
     """Where and how it runs, and what is watched."""
 
@@ -196,6 +189,10 @@ class Run:
     """Write TensorBoard scalars into the run folder."""
     profile: Literal["none", "first", "steady"] = "none"
     """Write a torch.profiler trace of the first step, or of the first three steps after step 2."""
+    budget_minutes: float | None = None
+    """Wall-clock minutes from process start, after which the run has saved and stopped. None: no limit."""
+    stop_file: str | None = None
+    """Stop as after SIGTERM once this file is there; see docs/durability.md for spot notices."""
     chip: str | None = None
     """Accelerator name for the peak table, for example Trainium2. None: as the backend reports it; unknown stays unknown."""
     price_per_hour: float | None = None
@@ -234,6 +231,7 @@ class Recipe:
     comm: Comm = field(default_factory=Comm)
     compile: Compile = field(default_factory=Compile)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    health: Health = field(default_factory=Health)
     run: Run = field(default_factory=Run)
     published: Fixed[Published | None] = None
     """Figures to reproduce. None: nobody has published any."""

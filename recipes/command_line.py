@@ -15,8 +15,8 @@ from typing import Any, get_type_hints
 
 from recipes.base import Recipe, RecipeError
 
-USAGE = "usage: python train.py RECIPE [--section.field VALUE ...] [--tiny] [--dry-run] [--help]"
-_NOT_RECIPES = ("base", "rules", "command_line")
+USAGE = "usage: python train.py RECIPE [--section.field VALUE ...] [--resume [PATH]] [--tiny] [--dry-run] [--help]"
+_NOT_RECIPES = ("base", "durability", "rules", "command_line")
 
 
 def names() -> list[str]:
@@ -59,7 +59,7 @@ def parse(arguments: Sequence[str]) -> tuple[Recipe, bool] | None:
     dry_run = "--dry-run" in overrides
     if "--tiny" in overrides:
         recipe = recipe.tiny()
-    overrides = [argument for argument in overrides if argument not in ("--dry-run", "--tiny")]
+    overrides = _spelt_out([argument for argument in overrides if argument not in ("--dry-run", "--tiny")])
     if "--help" in overrides or "-h" in overrides:
         _override(recipe, ["--help"])
         return None
@@ -67,12 +67,36 @@ def parse(arguments: Sequence[str]) -> tuple[Recipe, bool] | None:
     return _override(recipe, overrides), dry_run
 
 
+def _spelt_out(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments with `--resume [PATH]` and `--allow-change FIELD ...` as the fields that they set."""
+    result: list[str] = []
+    allowed: list[str] = []
+    rest = list(arguments)
+    while rest:
+        given = rest.pop(0)
+        argument, _, value = given.partition("=")
+        values = [value] if value else []
+        if argument == "--resume":
+            if not values and rest and not rest[0].startswith("--"):
+                values = [rest.pop(0)]
+            result += ["--checkpoint.resume", *(values or ["latest"])]
+        elif argument in ("--allow-change", "--allow_change"):
+            while not value and rest and not rest[0].startswith("--"):
+                values.append(rest.pop(0))
+            allowed += values
+        else:
+            result.append(given)
+    return [*result, *(["--checkpoint.allow_change", *allowed] if allowed else [])]
+
+
 def print_overview() -> None:
     """Print usage and every recipe with its description."""
     print(
         f"{USAGE}\n\nTrain a recipe. `python train.py RECIPE --help` lists every field with its value there.\n\n"
         "  --tiny     a few small layers of the same kind in the same layout, on the CPU and without the network\n"
-        "  --dry-run  print the recipe as it would be trained\n\nrecipes:"
+        "  --dry-run  print the recipe as it would be trained\n"
+        "  --resume [PATH|auto]     go on from the newest complete checkpoint of the recipe, or from this one\n"
+        "  --allow-change FIELD...  resume although these fields differ from the resumed run's\n\nrecipes:"
     )
     width = max(map(len, names()))
     for name in names():

@@ -24,6 +24,9 @@ _POSITIVE = (
     "comm.step_timeout_seconds",
     "comm.heartbeat_seconds",
     "run.log_every",
+    "run.budget_minutes",
+    "checkpoint.keep_last",
+    "health.max_skipped_steps",
     "optimizer.eps",
 )
 _NOT_NEGATIVE = (
@@ -32,6 +35,11 @@ _NOT_NEGATIVE = (
     "optimizer.warmup_steps",
     "training.max_grad_norm",
     "validation.every_steps",
+    "checkpoint.every_steps",
+    "checkpoint.keep_every_steps",
+    "health.loss_spike",
+    "health.grad_norm_spike",
+    "health.checksum_every_steps",
     "parallel.prefetch_blocks",
     "run.seed",
     "run.price_per_hour",
@@ -56,7 +64,7 @@ def _value(recipe: Recipe, path: str):
 
 
 def _choices(recipe: Recipe):
-    for section_name in ("data", "optimizer", "training", "parallel", "compile", "run"):
+    for section_name in ("data", "optimizer", "training", "parallel", "compile", "checkpoint", "health", "run"):
         section = getattr(recipe, section_name)
         for name, hint in get_type_hints(type(section)).items():
             if get_origin(hint) is Literal and getattr(section, name) not in get_args(hint):

@@ -309,5 +309,6 @@ def _joined(rank: int, world_size: int, store: str, function: Callable[..., Any]
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=waits)
     try:
         function(*arguments)
+        dist.barrier()  # a rank that leaves early breaks the connections that another is still making
     finally:
         dist.destroy_process_group()

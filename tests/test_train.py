@@ -292,8 +292,11 @@ def test_an_interrupted_run_closes_its_record(tmp_path, how):
                 job.send_signal(how)
                 break
         job.stdout.read()
-        assert job.wait(timeout=60) == 130
-    done = Outcome(130, tmp_path)
+        assert job.wait(timeout=60) == 128 + how
+    done = Outcome(128 + how, tmp_path)
     assert done.record["status"] == "interrupted" and done.record["finished_utc"]
     assert len(done.steps) >= 4
+    last = done.steps[-1]["step"]
+    assert done.record["cause"] == f"{how.name}: stopped after step {last}; --resume goes on from there"
+    assert [save["step"] for save in done.record["checkpoints"]["saves"]] == [last]
     jsonschema.validate(done.record, SCHEMA)

@@ -44,6 +44,19 @@ class RanksDisagree(RunFailed):
     """The ranks are not about to do the same work; the message names a field and what each side has."""
 
 
+class Vote:
+    """Numbers that the ranks have told each other."""
+
+    def __init__(self, number: Tensor, work: dist.Work | None):
+        self._number, self._work = number, work
+
+    def result(self) -> int:
+        """Wait for everybody's number and return the highest."""
+        if self._work is not None:
+            self._work.wait()
+        return int(self._number)
+
+
 class Ranks:
     """The ranks of one run. One process has no group, and then every method answers for it alone."""
 
@@ -57,6 +70,8 @@ class Ranks:
         self.mesh: DeviceMesh | None = None
         """Axes dp_replicate, dp_shard and tp, of which only those are there that have more than one rank."""
         self._control: dist.ProcessGroup | None = None
+        self.checkpoint_group: dist.ProcessGroup | None = None
+        """For the thread that saves: it may not share a group with the loop."""
         self.watchdog: Watchdog
 
     @property
@@ -77,9 +92,7 @@ class Ranks:
         # After an elastic restart the launcher's store may still hold the addresses of the processes that are gone.
         store = PrefixStore(f"firststep/attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
         dist.init_process_group(backend.process_group, store=store, rank=rank, world_size=size, timeout=timeout)
-        control = dist.new_group(backend="gloo", timeout=timeout)
-        assert isinstance(control, dist.ProcessGroup)
-        self._control = control
+        self._control, self.checkpoint_group = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))  # type: ignore
 
     def watch(self, timeline: Timeline, notify: Callable[[str], None], end: Callable[[BaseException], None]) -> Watchdog:
         """Return the watchdog of this rank, to be entered; the process group must exist.
@@ -127,6 +140,16 @@ class Ranks:
         """Leave the process group, if there is one."""
         if dist.is_initialized():
             dist.destroy_process_group()
+
+    def layout(self, recipe: Recipe) -> dict[str, Any]:
+        """How the model lies over the ranks, for the record."""
+        return {
+            "data_parallel_replicate_degree": self.replicas,
+            "data_parallel_shard_degree": self.shards,
+            "tensor_parallel_degree": self.tensor,
+            "data_parallel_wrapper": recipe.parallel.data_parallel_wrapper if self.data > 1 else None,
+            "activation_checkpointing": recipe.parallel.activation_checkpointing,
+        }
 
     # --- what ranks tell each other, over the host ----------------------------------------------------------------------
 
@@ -192,6 +215,11 @@ class Ranks:
         total = torch.stack(list(losses))
         dist.all_reduce(total)
         return (total / self.tensor).tolist()
+
+    def vote(self, wish: int) -> Vote:
+        """Tell everybody a number; their answers come later, with the vote's result."""
+        number = torch.tensor([wish])
+        return Vote(number, dist.all_reduce(number, dist.ReduceOp.MAX, group=self._control, async_op=True))
 
     def contexts(self) -> AbstractContextManager[Any]:
         """What forward and backward passes run in: with tensor parallelism, torch's loss over a split vocabulary."""

@@ -11,7 +11,8 @@ from recipes.base import Recipe
 from training.compile import Compilation
 from training.console import Console
 from training.flops import implausible, mfu
-from training.metrics import Meter, NonFiniteLoss, Window, first_non_finite, steady
+from training.health import HealthWatch
+from training.metrics import Meter, Window, steady
 from training.record import RunRecord
 
 if TYPE_CHECKING:
@@ -20,11 +21,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class Journal:
-    """Ends windows and passes them on; stops the run at the first loss that is not finite.
+    """Ends windows and passes them on.
 
     Args:
         flops_per_token: under the `torchtitan` numerator. None: unknown, no MFU.
         world_size: devices that share the work.
+        first_step: number of the first optimizer step here: a resumed run begins later than 1.
     """
 
     recipe: Recipe
@@ -33,11 +35,21 @@ class Journal:
     meter: Meter
     flops_per_token: float | None
     world_size: int = 1
+    first_step: int = 1
     peak_flops: float | None = None
     windows: list[Window] = field(default_factory=list)
     validations: list[dict[str, Any]] = field(default_factory=list)
+    health: HealthWatch = field(init=False)
     _tensorboard: SummaryWriter | None = None
     _warned: bool = False
+
+    def __post_init__(self) -> None:
+        self.health = HealthWatch(self.recipe.health, self.console.note)
+
+    @property
+    def last_loss(self) -> float | None:
+        """Of the newest step that was read from the device. None: of none yet."""
+        return self.windows[-1].steps[-1].loss if self.windows else None
 
     def open_tensorboard(self) -> None:
         """Start the event file. Importing TensorBoard takes seconds: do it where no window is being measured."""
@@ -50,24 +62,19 @@ class Journal:
         """Synchronise, write down the window's steps and print it.
 
         Raises:
-            NonFiniteLoss: after everything was written down, naming the step.
+            NonFiniteLoss: after everything was written down, naming the step, if the recipe stops there.
         """
         window = self.meter.end(disturbed_by)
         self.windows.append(window)
         self.record.append_steps(window.steps)
         self._write_scalars(window)
         self.console.window(window, self.share(window.tokens_per_second), self.recipe.run.deterministic)
-        bad = first_non_finite(window.steps)
-        if bad is not None:
-            raise NonFiniteLoss(
-                f"step {bad.step}: loss {bad.loss}, gradient norm {bad.grad_norm}; training stopped, what came before is kept. "
-                "Lower optimizer.lr, lengthen optimizer.warmup_steps, or look at the data of this step"
-            )
+        self.health.look(window.steps)
 
     def add_compilations(self, compilations: Sequence[Compilation]) -> bool:
         """Announce each compilation after step 1 with its cause, and return whether there was any at all."""
         for compilation in compilations:
-            if compilation.step > 1:
+            if compilation.step > self.first_step:
                 self.console.note(
                     f"late compile in step {compilation.step}: {compilation.seconds:.2f} s, {compilation.function}, "
                     f"{compilation.direction}: {compilation.cause}"
@@ -107,7 +114,7 @@ class Journal:
             "loss_last": steps[-1].loss if steps else None,
             "loss_last_window": statistics.fmean(last_window) if last_window else None,
             "grad_norm_last": steps[-1].grad_norm if steps else None,
-            "non_finite_steps": sum(first_non_finite([step]) is not None for step in steps),
+            **self.health.section(),
             "steps_recorded": len(steps),
             "validation": self.validations,
         }
@@ -117,10 +124,10 @@ class Journal:
 
         The speed of a deterministic run is not quoted: slower kernels were chosen on purpose.
         """
-        later = [window for window in self.windows if window.steps[0].step > 1]
+        later = [window for window in self.windows if window.steps[0].step > self.first_step]
         seconds = sum(window.seconds for window in later)
         tokens = sum(step.tokens for window in later for step in window.steps)
-        summary = steady(self.windows)
+        summary = steady(self.windows, self.first_step)
         quoted = not self.recipe.run.deterministic
         return {
             "speed_quoted": quoted,

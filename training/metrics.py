@@ -126,9 +126,9 @@ class Steady:
     valid_tokens_per_second: float
 
 
-def steady(windows: Sequence[Window]) -> Steady | None:
-    """Summarise the undisturbed windows after step 1. None: there is none, so there is no steady speed."""
-    quiet = [window for window in windows if window.disturbed_by is None and window.steps[0].step > 1]
+def steady(windows: Sequence[Window], first_step: int = 1) -> Steady | None:
+    """Summarise the undisturbed windows after the first step. None: there is none, so there is no steady speed."""
+    quiet = [window for window in windows if window.disturbed_by is None and window.steps[0].step > first_step]
     if not quiet:
         return None
     seconds = [window.seconds_per_step for window in quiet]

@@ -41,6 +41,7 @@ class Observer:
     def begin(self) -> None:
         """Start all clocks."""
         self.entered = self.clock()
+        self.first_step = 1  # a resumed run begins later
         # Each is replaced as a whole, so the thread never sees a step with another step's time.
         self.step: tuple[int, float] = (0, self.entered)
         self.task: tuple[str, float] | None = None
@@ -62,7 +63,7 @@ class Observer:
     @property
     def first_step_is_over(self) -> bool:
         """Whether the first optimizer step has been done."""
-        return self.step[0] > 1 or (self.step[0] == 1 and self._step_is_over())
+        return self.step[0] > self.first_step or (self.step[0] == self.first_step and self._step_is_over())
 
     def _step_is_over(self) -> bool:
         progress = self.timeline.progress

@@ -21,6 +21,7 @@ from typing import Any
 
 from recipes.base import Recipe, RecipeError
 from training.snapshot import write_snapshot
+from training.world import launch_id
 
 SCHEMA_VERSION = 1
 SCHEMA_PATH = Path(__file__).with_name("record.schema.json")
@@ -70,6 +71,7 @@ class RunRecord:
                 "argv": list(argv),
                 "git_commit": commit,
                 "git_dirty": dirty,
+                "launch": launch_id(),
             },
         }
         self.write()

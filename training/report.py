@@ -13,17 +13,19 @@ from recipes.base import Recipe
 from training import timeline as phases
 from training.collateral import cause_in_one_line
 from training.compile import CacheUse, CompileWatch
-from training.console import gigabytes, percent, seconds
 from training.flops import NUMERATORS, ModelShape, count_flops, mfu
 from training.journal import Journal
 from training.record import software
+from training.summary import summary
 from training.timeline import Timeline
 from training.wakeup import undisturbed
 
 if TYPE_CHECKING:
     from backends.peak_flops import Peak
+    from training.checkpoint import Checkpointer
     from training.data import PackedBatches
     from training.distributed import Ranks
+    from training.stopping import Reason
 
 
 class ModelFacts(ModelShape, Protocol):
@@ -61,6 +63,9 @@ class Report:
     environment: Sequence[EnvironmentVariable]
     optimizer_implementation: str
     ranks: Ranks
+    checkpointer: Checkpointer
+    stopped: Reason | None = None
+    """Why the run ended before its last step, in good order. None: it did not."""
     peaks: list[Peak] = field(default_factory=list)
     first_steps: list[RankFirstStep] = field(default_factory=list)
     """Of all ranks, by rank; empty until the first step is over."""
@@ -99,11 +104,12 @@ class Report:
                 "accumulation_steps": self.recipe.accumulation_steps(self.ranks.world.size),
                 "tokens_per_step": tokens,
                 "world_size": self.ranks.world.size,
-                "layout": self._layout(),
+                "layout": self.ranks.layout(self.recipe),
                 "initialisation": self.recipe.model.initial_weights or f"normal(0, {config.init_std})",
                 "optimizer_implementation": self.optimizer_implementation,
                 "data": data,
             },
+            checkpoints=self.checkpointer.section(),
         )
         flops = counts["torchtitan"].flops_per_token
         self.journal.console.facts(
@@ -125,16 +131,6 @@ class Report:
         for variable in self.environment:
             self.journal.console.note(f"  {variable.name}={variable.value} (set by {variable.set_by}: {variable.reason})")
         return self
-
-    def _layout(self) -> dict[str, Any]:
-        parallel = self.recipe.parallel
-        return {
-            "data_parallel_replicate_degree": self.ranks.replicas,
-            "data_parallel_shard_degree": self.ranks.shards,
-            "tensor_parallel_degree": self.ranks.tensor,
-            "data_parallel_wrapper": parallel.data_parallel_wrapper if self.ranks.data > 1 else None,
-            "activation_checkpointing": parallel.activation_checkpointing,
-        }
 
     def after_first_step(self) -> None:
         """Say where the wait went, and do now what would have made it longer."""
@@ -194,11 +190,14 @@ class Report:
         """Write the rest and close the record. The watchdog calls this where the main thread cannot."""
         status = "finished" if error is None else "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
         cause = None if error is None else cause_in_one_line(error)
+        if error is None and self.stopped is not None:
+            status, cause = "interrupted", self.stopped.cause
         hours, price = self.timeline.elapsed() / 3600, self.recipe.run.price_per_hour
         self.journal.close()
         self.journal.record.update(
             timing=self._timing(),
             compile=self._compile(),
+            checkpoints=self.checkpointer.section(),
             fallbacks=self.backend.fallback_ops(),
             memory=asdict(self.backend.memory()),
             quality=self.journal.quality() | {"epoch": self.data.epoch},
@@ -210,7 +209,8 @@ class Report:
             },
         )
         if error is None:
-            self._print_summary()
+            peak = self.backend.memory().peak_allocated_bytes
+            self.journal.console.facts("summary", summary(self.journal.record.content, peak))
         self.journal.record.finish(status, cause)
         self.journal.console.note(f"{status}: {self.journal.record.folder / 'record.json'}")
 
@@ -257,7 +257,7 @@ class Report:
         }
 
     def _layout_text(self) -> str:
-        layout, ranks = self._layout(), self.ranks.world.size
+        layout, ranks = self.ranks.layout(self.recipe), self.ranks.world.size
         if ranks == 1:
             return f"one rank, activation checkpointing {layout['activation_checkpointing']}"
         return (
@@ -265,36 +265,3 @@ class Report:
             f"parallel, {layout['data_parallel_wrapper'] or 'no data parallel'}, "
             f"activation checkpointing {layout['activation_checkpointing']}"
         )
-
-    def _print_summary(self) -> None:
-        timing, compiled, quality = (self.journal.record.content[name] for name in ("timing", "compile", "quality"))
-        whole = seconds(timing["time_to_first_step_seconds"])
-        rows = [("first step", f"{seconds(timing['first_step_seconds'])} ({whole} after process start)")]
-        rows.append(("steady", self._steady_text(timing["steady"])))
-        for entry in timing["mfu"]:
-            if entry["numerator"] == "torchtitan":
-                peak = entry["peak"]
-                denominator = f"{peak['flops'] / 1e12:.4g} TFLOP/s {peak['dtype']} per {peak['per']}, {peak['source']}"
-                rows.append(("MFU", f"{percent(entry['mfu'])} of {denominator}"))
-        if not timing["mfu"]:
-            rows.append(("MFU", "n/a: no known peak for this device; name the chip with --run.chip"))
-        if compiled["mode"] == "compile":
-            rows.append(("compile", _compile_text(compiled)))
-        rows.append(("memory", f"peak {gigabytes(self.backend.memory().peak_allocated_bytes)}"))
-        rows.append(("loss", f"{quality['loss_first']:.4f} -> {quality['loss_last_window']:.4f} (mean of the last window)"))
-        self.journal.console.facts("summary", rows)
-
-    def _steady_text(self, steady: dict[str, Any] | None) -> str:
-        if steady is None:
-            deterministic = self.recipe.run.deterministic
-            return "not quoted: a deterministic run" if deterministic else "n/a: no undisturbed window after step 1"
-        spread = (
-            f"{steady['seconds_per_step_min']:.3f} to {steady['seconds_per_step_max']:.3f} over {steady['windows']} windows"
-        )
-        return f"{steady['tokens_per_second']:,.0f} tokens/s, {steady['seconds_per_step_median']:.3f} s/step ({spread})"
-
-
-def _compile_text(compiled: dict[str, Any]) -> str:
-    breaks, late = sum(compiled["graph_breaks"].values()), len(compiled["late_compiles"])
-    cost = f"{compiled['graphs']} graphs, {compiled['compile_seconds']:.2f} s (tracing {compiled['trace_seconds']:.2f} s)"
-    return f"{cost}, cache {compiled['cache']['state']}, {breaks} graph breaks, {late} late"

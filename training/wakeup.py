@@ -11,10 +11,13 @@ import os
 import select
 import signal
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 _open: set[Wakeup] = set()
 STOPS = (signal.SIGINT, signal.SIGTERM)
 """Signals that ask a run to stop."""
+SAME_REQUEST_SECONDS = 1.0
+"""Signals this close are one request: a launcher and the terminal send one each."""
 
 
 @contextlib.contextmanager
@@ -32,6 +35,28 @@ def undisturbed() -> Iterator[None]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+@dataclass
+class StopRequests:
+    """Signals to stop, as they come in. The first ends the process, or, where the loop answers it, the second."""
+
+    patient: bool = False
+    """Whether the loop answers the first request: it finishes its step and saves."""
+    asked_at: float | None = None
+    end_at: float | None = None
+    """When the process was asked to end without more ado. None: not yet."""
+
+    def hear(self, now: float) -> None:
+        """Take note of a signal.
+
+        Args:
+            now: seconds, on any one clock.
+        """
+        if self.patient and self.asked_at is None:
+            self.asked_at = now
+        elif self.end_at is None and (self.asked_at is None or now - self.asked_at > SAME_REQUEST_SECONDS):
+            self.end_at = now
 
 
 class Wakeup:
@@ -53,11 +78,11 @@ class Wakeup:
         with contextlib.suppress(BlockingIOError):  # the pipe is full of reasons to wake up
             os.write(self._write, b"\0")
 
-    def sleep(self, seconds: float) -> set[int]:
-        """Wait that long at most; return which signals have asked to stop. Others only end the sleep."""
+    def sleep(self, seconds: float) -> list[int]:
+        """Wait that long at most; return the signals that have asked to stop. Others only end the sleep."""
         if not self._poll.poll(1000 * seconds):
-            return set()
-        return set(os.read(self._read, 4096)) & set(STOPS)
+            return []
+        return [number for number in os.read(self._read, 4096) if number in STOPS]
 
     def close(self) -> None:
         """Give the signals back to whoever had them before."""

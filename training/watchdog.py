@@ -24,7 +24,7 @@ from training.rank_observer import Observer
 from training.rank_status import DONE, ENDING, INTERRUPTED, RUNNING, heartbeat
 from training.record import RunFailed
 from training.timeline import Timeline
-from training.wakeup import Wakeup, undisturbed
+from training.wakeup import StopRequests, Wakeup, undisturbed
 
 _TICK_SECONDS, _HURRY_SECONDS, _ARRIVAL_SECONDS = 1.0, 0.1, 5.0
 _GRACE_SECONDS = 5.0
@@ -77,7 +77,7 @@ class Watchdog:
         self.neighbours = Neighbours(board, rank, world_size, lost_after_seconds, self.clock)
         self._heartbeats = 0
         self._failed_at: float | None = None
-        self._signalled_at: float | None = None
+        self.stops = StopRequests()
         self._own_failure: Failure | None = None
         self._explained: BaseException | None = None
         self._has_stumbled = False
@@ -156,7 +156,7 @@ class Watchdog:
             self._await(lambda: self.failure is not None or self.neighbours.all_leave(), _GRACE_SECONDS)
             if self.failure is not None:
                 return RankFailed(self.failure.message)
-            if self._signalled_at is not None:  # the collective failed because all were asked to stop
+            if self.stops.end_at is not None:  # the collective failed because all were asked to stop
                 error, interrupted = KeyboardInterrupt(), True
         status = self.own.status()
         if interrupted:
@@ -201,10 +201,10 @@ class Watchdog:
             self._end_if_blocked()
             waited = self.clock() - self.own.entered
             arriving = waited < _ARRIVAL_SECONDS and len(self.neighbours.statuses) < self.world_size - 1
-            hurry = arriving or self._hurry or self._failed_at is not None or self._signalled_at is not None
+            hurry = arriving or self._hurry or self._failed_at is not None or self.stops.end_at is not None
             signals = self._wakeup.sleep(_HURRY_SECONDS if hurry else max(_TICK_SECONDS, self.world_size / 64))
-            if self._signalled_at is None and signals:
-                self._signalled_at = self.clock()
+            if signals:
+                self.stops.hear(self.clock())
         self._linger()
 
     def _tick_whatever_happens(self) -> None:
@@ -217,7 +217,7 @@ class Watchdog:
 
     def tick(self) -> None:
         """Look around once: post, read, judge, and say so."""
-        if self._signalled_at is not None and self.own.state == RUNNING:
+        if self.stops.end_at is not None and self.own.state == RUNNING:
             self.own.state = INTERRUPTED
         self.neighbours.exchange(self.own.status(), self._own_failure)
         if self.own.state == RUNNING and not self._leaving.locked():
@@ -233,7 +233,7 @@ class Watchdog:
 
     def _check_limit(self) -> None:
         (step, began), task = self.own.step, self.own.task
-        is_first = step <= 1 or task is not None
+        is_first = step <= self.own.first_step or task is not None
         limit = self.limits.first_step_timeout_seconds if is_first else self.limits.step_timeout_seconds
         elapsed = self.clock() - (task[1] if task else began)
         if elapsed < limit or self.neighbours.board is None or self.failure is not None:
@@ -259,7 +259,7 @@ class Watchdog:
         now = self.clock()
         if self.failure is not None and self._failed_at is not None and now - self._failed_at >= _REACT_SECONDS:
             error: BaseException = RankFailed(self.failure.message)
-        elif self.failure is None and self._signalled_at is not None and now - self._signalled_at >= 2 * _REACT_SECONDS:
+        elif self.failure is None and self.stops.end_at is not None and now - self.stops.end_at >= 2 * _REACT_SECONDS:
             error = KeyboardInterrupt()
         else:
             return

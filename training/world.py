@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -55,6 +56,14 @@ class World:
     def is_main(self) -> bool:
         """Whether this process writes the record and speaks for all."""
         return self.rank == 0
+
+
+def launch_id() -> str | None:
+    """What all attempts of one elastic launch have in common, and no other launch has. None: torchrun did not start this."""
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID")
+    if run_id is None:
+        return None
+    return f"{run_id} by {socket.gethostname()}:{os.getppid()}" if run_id == "none" else run_id
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:
