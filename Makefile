@@ -1,18 +1,22 @@
 # make demo   install, train the debug recipe in eager and in compile mode, compare them in one table
 # make test   install, run the whole suite
+# make crash-campaign   kill runs 200 times at random moments; a quarter of an hour on two cores
 # make check  lint, format check and types
 
 PYTHON ?= python3
 VENV := .venv
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test check clean
+.PHONY: demo test crash-campaign check clean
 
 demo: $(INSTALLED)
 	$(VENV)/bin/python -m scripts.demo
 
 test: $(INSTALLED)
 	$(VENV)/bin/python -m pytest -n 2 --dist worksteal
+
+crash-campaign: $(INSTALLED)
+	$(VENV)/bin/python -m tests.crash_campaign --kills 200
 
 check: $(INSTALLED)
 	$(VENV)/bin/ruff check .

@@ -116,7 +116,7 @@ def train(
     import torch
 
     from models import load_family, model_config
-    from training.checkpoint import Checkpointer, checkpoint_store
+    from training.checkpoint import Checkpointer, checkpoint_section, checkpoint_store
     from training.data import build_data
     from training.data_parallel import multiply_dtype, replicated, sharding
     from training.gradients import clip_grad_norm_
@@ -179,7 +179,8 @@ def train(
     ranks.require_same({"data": train_data.source.fingerprint, "tokenizer": train_data.tokenizer.fingerprint})
     name = ranks.from_main(lambda: run_name(recipe))
     store = ranks.from_main(lambda: checkpoint_store(recipe, Path(run.output_dir, name), resumed, console.note))
-    record = RunRecord(recipe, arguments, REPOSITORY, name, writes=ranks.world.is_main)
+    saved = checkpoint_section(store, resumed)
+    record = RunRecord(recipe, arguments, REPOSITORY, name, writes=ranks.world.is_main, checkpoints=saved)
     watch = CompileWatch(run.mode == "compile", backend.compile_cache, backend.compile_cache_counters, first_step=first_step)
     meter = Meter(backend.synchronize, sum_losses=ranks.sum_losses)
     flops = count_flops(config, training.seq_len)

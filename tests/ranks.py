@@ -177,6 +177,11 @@ class Rank:
         with self._news:
             assert self._news.wait_for(lambda: any(text in line for line in self._lines), timeout), "".join(self._lines)
 
+    def kill(self) -> None:
+        """Kill it, if it still runs, and leave its children."""
+        with suppress(ProcessLookupError):
+            self.send(signal.SIGKILL)
+
     def send(self, number: signal.Signals) -> None:
         os.kill(self.pid, number)
 

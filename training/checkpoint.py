@@ -7,7 +7,7 @@ the run goes on.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -26,6 +26,7 @@ from training.checkpoint_store import CheckpointError, CheckpointStore, Manifest
 from training.record import RunFailed, package_versions
 from training.resume import Resumed
 from training.run_state import RunState, in_one_line
+from training.strays import remove_strays
 from training.weights import Adapter, export_weights
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ class Checkpointer:
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._running: tuple[Manifest, float, float, Future[None]] | None = None
         self._needed_bytes: int | None = None
+        self._has_swept = False
 
     def due(self, step: int) -> bool:
         """Whether the recipe wants a checkpoint of this step."""
@@ -139,8 +141,15 @@ class Checkpointer:
         if self.state.rank == 0:
             try:
                 self.store.retire(self.settings.keep_last, self.settings.keep_every_steps)
+                self._sweep()
             except OSError as error:  # the new one is complete all the same
                 self.notify(f"warning: an old checkpoint could not be deleted: {in_one_line(error)}")
+
+    def _sweep(self) -> None:
+        """Once, and when this run has something of its own: clean up after those that were killed before it."""
+        if not self._has_swept and self.ranks.world.is_main:
+            self._has_swept = True
+            remove_strays(self.journal.record.folder, self.recipe.name, self.store.url)
 
     def settle(self, *, waits: bool = False) -> None:
         """Wait for the save that is being written, if there is one, and write down how it went.
@@ -207,11 +216,7 @@ class Checkpointer:
 
     def section(self) -> dict[str, Any]:
         """Return the section `checkpoints` of the run record."""
-        return {
-            "folder": self.store.url,
-            "resumed_from": None if self.resumed is None else self.resumed.describe(),
-            "saves": [asdict(save) for save in self.saves],
-        }
+        return checkpoint_section(self.store, self.resumed, self.saves)
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -220,8 +225,19 @@ class Checkpointer:
         """Finish what is being written, unless the ranks no longer answer each other."""
         if error is None or self.ranks.world.size == 1:
             self.settle()
+        if error is None:
+            self._sweep()
         self._thread.shutdown(wait=error is None)
         self._stager.close()
+
+
+def checkpoint_section(store: CheckpointStore, resumed: Resumed | None, saves: Sequence[Save] = ()) -> dict[str, Any]:
+    """Return the section `checkpoints` of the run record: where a run saves, what it went on from, what it saved."""
+    return {
+        "folder": store.url,
+        "resumed_from": None if resumed is None else resumed.describe(),
+        "saves": [asdict(save) for save in saves],
+    }
 
 
 def checkpoint_store(

@@ -92,18 +92,20 @@ class _Files(FileSystemBase):
             with self.files.open(path, mode) as stream:
                 yield stream
             return
+        checked = None
         try:
             with self.files.open(path, mode) as stream:
                 checked = _Checked(stream)
                 yield checked
-                size, sha256 = checked.size, checked.digest.hexdigest()
-        except OSError as error:
+        except Exception as error:
             with suppress(OSError):
-                self.rm_file(path)
-            if error.filename is None and error.errno is not None:  # a write does not say where
+                self.rm_file(path)  # what a full disk cut off gives its room back
+            # torch's serialisation makes another error of it, and a write does not say where.
+            error = (checked and checked.error) or error
+            if isinstance(error, OSError) and error.filename is None and error.errno is not None:
                 raise OSError(error.errno, error.strerror, path) from None
             raise
-        self.written[posixpath.basename(path)] = size, sha256
+        self.written[posixpath.basename(path)] = checked.size, checked.digest.hexdigest()
 
     def concat_path(self, path: str | os.PathLike, suffix: str) -> str:
         return posixpath.join(os.fspath(path), suffix)
@@ -133,12 +135,17 @@ class _Checked(io.RawIOBase):
 
     def __init__(self, stream: Any):
         self.stream, self.size, self.digest = stream, 0, hashlib.sha256()
+        self.error: OSError | None = None
 
     def writable(self) -> bool:
         return True
 
     def write(self, data: Any) -> int:
-        self.stream.write(data)
+        try:
+            self.stream.write(data)
+        except OSError as error:
+            self.error = error
+            raise
         self.digest.update(data)
         self.size += memoryview(data).nbytes
         return memoryview(data).nbytes

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from datetime import UTC, datetime
 from functools import cache
@@ -21,6 +21,7 @@ from typing import Any
 
 from recipes.base import Recipe, RecipeError
 from training.snapshot import write_snapshot
+from training.strays import own_process
 from training.world import launch_id
 
 SCHEMA_VERSION = 1
@@ -38,12 +39,22 @@ class RunRecord:
     `record.json` says `running` from the start and is replaced atomically, so a reader never sees half of it.
     """
 
-    def __init__(self, recipe: Recipe, argv: Sequence[str], repository: Path, name: str | None = None, *, writes: bool = True):
+    def __init__(
+        self,
+        recipe: Recipe,
+        argv: Sequence[str],
+        repository: Path,
+        name: str | None = None,
+        *,
+        writes: bool = True,
+        checkpoints: Mapping[str, Any] | None = None,
+    ):
         """Create the run's folder and its first record.
 
         Args:
             name: what `run_name` gave. All ranks of a run have the same.
             writes: False on the ranks that only need to know the folder.
+            checkpoints: where the run will save and what it goes on from; None: it does not say yet.
 
         Raises:
             RecipeError: if the folder cannot be written.
@@ -72,8 +83,11 @@ class RunRecord:
                 "git_commit": commit,
                 "git_dirty": dirty,
                 "launch": launch_id(),
+                "process": own_process(),
             },
         }
+        if checkpoints is not None:
+            self.content["checkpoints"] = dict(checkpoints)
         self.write()
         write_snapshot(repository, self.folder)
         self._steps = (self.folder / "steps.jsonl").open("a", encoding="ascii")
