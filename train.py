@@ -123,7 +123,7 @@ def train(
     from training.initialise import initialise
     from training.optimizer import build_optimizer, learning_rate, set_learning_rate
     from training.run_state import RunState
-    from training.weights import load_weights
+    from training.weights import load_weights, weights_folder
 
     device = backend.device(ranks.world.local_rank)
     ranks.arrange(backend)
@@ -162,7 +162,7 @@ def train(
 
     model.materialise(device)
     if resumed is None and (weights := recipe.model.initial_weights) is not None:
-        load_weights(model, family.adapter, weights)
+        load_weights(model, family.adapter, weights_folder(weights, ranks.first_on_each_host()))
     elif resumed is None:
         initialise(model.initialisation(), run.seed, threads=ranks.world.host_threads)
     network = replicated(model, recipe, ranks)

@@ -36,7 +36,7 @@ class Model:
     vocab_size: int | None = None
     """Rows of the embedding. None: as the flavor says."""
     initial_weights: str | None = None
-    """Folder with a Hugging Face checkpoint (safetensors) to start from. None: the model's own random initialisation."""
+    """A Hugging Face checkpoint (safetensors) to start from: a folder or a hub id. None: the model's own initialisation."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -93,6 +93,16 @@ def test_nothing_left_to_train(straight: Ended, tmp_path: Path, capsys):
     assert closed.code == 0 and closed.steps == [] and closed.record["status"] == "finished"
     assert "step 20 of 20 was done before: there is nothing left to train" in capsys.readouterr().out
     assert (closed.folder / "checkpoints" / "hf" / "model.safetensors").is_file()
+    card = (closed.folder / "checkpoints" / "hf" / "README.md").read_text()
+    loss = straight.manifest(20).loss
+    for row in (
+        "| step | 20 |",
+        "| recipe | debug |",
+        f"| run | {closed.folder.name} |",
+        "| tokens | 1,280 |",
+        f"| loss | {loss:.4f} |",
+    ):
+        assert row in card
 
 
 def test_auto_begins_where_there_is_nothing(tmp_path: Path, capsys):

@@ -97,6 +97,21 @@ def test_ours_to_ours_is_exact(config: Qwen3Config, tmp_path: Path):
     assert (loaded.output.weight is loaded.tok_embeddings.weight) == config.tied
 
 
+@pytest.mark.parametrize("flavor", FLAVORS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_every_flavor_goes_through_us_byte_for_byte(flavor: str, dtype: torch.dtype, tmp_path: Path):
+    """Hugging Face to ours to Hugging Face: the flavor's own keys (depth, tied or not), at tiny width."""
+    sizes = {"dim": 16, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8, "ffn_dim": 24, "vocab_size": 64}
+    config = dataclasses.replace(FLAVORS[flavor], **sizes)
+    reference = Reference(ReferenceConfig(**adapter.hf_config(config))).to(dtype)
+    reference.save_pretrained(tmp_path / "theirs")
+    ours = export(load(config, tmp_path / "theirs"), tmp_path / "ours", dtype=dtype)
+    theirs, returned = load_file(tmp_path / "theirs" / SINGLE_FILE), load_file(ours / SINGLE_FILE)
+    assert returned.keys() == theirs.keys() and (HEAD in returned) != config.tied
+    for name, tensor in theirs.items():
+        assert returned[name].dtype == dtype and returned[name].view(torch.uint8).equal(tensor.view(torch.uint8)), name
+
+
 def test_bf16_file_fills_fp32_parameters(tmp_path: Path):
     model = build(UNTIED)
     loaded = load(UNTIED, export(model, tmp_path / "out", dtype=torch.bfloat16))
@@ -115,7 +130,7 @@ def test_to_hf_and_from_hf_are_inverse(config: Qwen3Config):
 # --- tied sizes -----------------------------------------------------------------------------------------------------------
 
 
-def test_tied_checkpoint_loads_with_or_without_the_head(tmp_path: Path):
+def test_d11_tied_checkpoint_loads_with_or_without_the_head(tmp_path: Path):
     model = build(TIED)
     without, with_head = export(model, tmp_path / "without"), export(model, tmp_path / "with")
     state = load_file(with_head / SINGLE_FILE)
@@ -134,7 +149,7 @@ def test_tied_checkpoint_with_a_head_of_its_own_is_refused(tmp_path: Path):
 
 
 @pytest.mark.parametrize("max_shard_bytes", [5_000_000_000, 100_000], ids=["single", "sharded"])
-def test_tied_export_holds_real_tensors_only(max_shard_bytes: int, tmp_path: Path):
+def test_d12_tied_export_holds_real_tensors_only(max_shard_bytes: int, tmp_path: Path):
     folder = export(build(TIED), tmp_path / "out", max_shard_bytes=max_shard_bytes)
     names = {}
     for path in folder.glob("*.safetensors"):
@@ -155,7 +170,7 @@ def test_broken_tie_is_not_exported(tmp_path: Path):
     assert not list(tmp_path.iterdir())
 
 
-def test_untied_checkpoint_without_head_is_refused(tmp_path: Path):
+def test_d13_untied_checkpoint_without_head_is_refused(tmp_path: Path):
     folder = export(build(UNTIED), tmp_path / "out")
     state = load_file(folder / SINGLE_FILE)
     del state[HEAD]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from training.weights import (
     load_weights,
     provenance,
     read_safetensors,
+    weights_folder,
     write_safetensors,
 )
 
@@ -56,7 +58,7 @@ def export(model: Qwen3, folder: Path, **kwargs: Any) -> Path:
         (60, "weights/base", "trained from weights/base, step 60"),
     ],
 )
-def test_export_says_what_the_weights_have_been_through(step: int, start: str | None, note: str, tmp_path: Path):
+def test_d14_export_says_what_the_weights_have_been_through(step: int, start: str | None, note: str, tmp_path: Path):
     assert provenance(step, start) == note
     folder = export(build(), tmp_path / "out", step=step, start=start, facts={"recipe": "debug"})
     with safe_open(folder / SINGLE_FILE, framework="pt") as file:
@@ -82,11 +84,44 @@ def test_tokenizer_is_saved_into_the_same_folder(tmp_path: Path):
 
 @pytest.mark.parametrize("held", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("asked", [torch.float32, torch.bfloat16])
-def test_file_dtype_is_the_asked_dtype(held: torch.dtype, asked: torch.dtype, tmp_path: Path):
+def test_c13_file_dtype_is_the_asked_dtype(held: torch.dtype, asked: torch.dtype, tmp_path: Path):
     folder = export(build().to(held), tmp_path / "out", dtype=asked, max_shard_bytes=100_000)
     tensors = read_safetensors(folder)
     assert {tensor.dtype for tensor in tensors.values()} == {asked}
     assert json.loads((folder / "config.json").read_text())["torch_dtype"] == str(asked).removeprefix("torch.")
+
+
+def test_weights_of_the_hub_are_fetched_in_turn(tmp_path: Path, monkeypatch):
+    """A folder is a folder. What else looks like a hub id is asked for there, by one rank of a host after the other."""
+    folder, turns = export(build(), tmp_path / "hub" / "model"), []
+
+    @contextmanager
+    def turn():
+        turns.append("mine")
+        yield
+
+    def download(name: str, allow_patterns: list[str]) -> str:
+        assert (name, allow_patterns) == ("Qwen/Qwen3-0.6B", ["*.safetensors", "*.json"]) and turns
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert weights_folder("Qwen/Qwen3-0.6B", turn()) == folder and turns == ["mine"]
+    model = build(seed=9)
+    load_weights(model, adapter, weights_folder("Qwen/Qwen3-0.6B", turn()))
+    assert torch.equal(model.output.weight, build().output.weight)
+    for local in (str(folder), "./Qwen/Qwen3", "/nowhere", "no_such_folder", "deep/er/folder"):
+        assert weights_folder(local) == Path(local)
+
+
+def test_a_hub_that_does_not_answer_is_one_line(monkeypatch):
+    def refuse(name: str, **_: object) -> str:
+        raise OSError("we could not connect\nand here is a page about it")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
+    with pytest.raises(WeightsError) as refused:
+        weights_folder("Qwen/Qwen3-0.7B")
+    assert "got 'Qwen/Qwen3-0.7B', which is no folder here, and the hub says: we could not connect; check" in str(refused.value)
+    assert "page" not in str(refused.value)
 
 
 # --- files ----------------------------------------------------------------------------------------------------------------

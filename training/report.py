@@ -16,6 +16,7 @@ from training.compile import CacheUse, CompileWatch
 from training.flops import NUMERATORS, ModelShape, count_flops, mfu
 from training.journal import Journal
 from training.record import software
+from training.stragglers import Straggler, stragglers
 from training.summary import summary
 from training.timeline import Timeline
 from training.wakeup import undisturbed
@@ -64,6 +65,8 @@ class Report:
     optimizer_implementation: str
     ranks: Ranks
     checkpointer: Checkpointer
+    stragglers: list[Straggler] = field(default_factory=list)
+    """Slowest rank of each phase after the first step; empty until the loop is over."""
     stopped: Reason | None = None
     """Why the run ended before its last step, in good order. None: it did not."""
     peaks: list[Peak] = field(default_factory=list)
@@ -183,6 +186,10 @@ class Report:
         """Close the record; an exception goes on to the caller."""
         # Where another rank is to blame, the record says so, and not what the broken collective said.
         cause = error if error is None else self.ranks.watchdog.explain(error)
+        if error is None:
+            self.stragglers = stragglers(self.ranks.gather(self.timeline.later_seconds), self.timeline.later_steps)
+            for straggler in filter(lambda found: found.is_noteworthy, self.stragglers):
+                self.journal.console.note(f"straggler in {straggler}")
         with undisturbed():  # a launcher asks the survivors of a failure to stop: after the record is closed
             self.close(cause)
 
@@ -226,6 +233,7 @@ class Report:
                 for name, phase in self.timeline.phases.items()
             ],
             "slowest_rank": self._slowest().rank if self.first_steps else None,
+            "stragglers": [asdict(straggler) for straggler in self.stragglers],
             "ranks": [
                 {key: value for key, value in asdict(step).items() if key not in ("cache", "compiled_graphs")}
                 | {"cache_hits": step.cache.hits, "cache_misses": step.cache.misses}

@@ -109,6 +109,9 @@ class Timeline:
         self.progress = Progress(0, None, self._last)
         """Replaced as a whole at every mark, so another thread never reads half of it."""
         self.phases: dict[str, Phase] = {name: Phase() for name in PHASES}
+        self.later_seconds: dict[str, float] = {}
+        """Of the loop's phases after the first step, all steps together; the device is not waited for."""
+        self.later_steps = 0
 
     def attach(self, synchronize: Callable[[], None], compile_totals: Callable[[], CompileTotals]) -> None:
         """Wait for the device and read what compiling has cost at every mark from here on."""
@@ -118,7 +121,10 @@ class Timeline:
     def mark(self, phase: str) -> None:
         """End `phase` now; a phase marked twice accumulates."""
         if not self.open:
-            self.progress = Progress(self.progress.num_marks + 1, phase, self.clock())
+            now = self.clock()
+            self.progress = Progress(self.progress.num_marks + 1, phase, now)
+            self.later_seconds[phase] = self.later_seconds.get(phase, 0.0) + now - self._last
+            self._last = now
             return
         self._synchronize()
         now, compiled = self.clock(), self._compile_totals()
@@ -127,6 +133,12 @@ class Timeline:
         entry.seconds += now - self._last
         entry.compile = entry.compile.plus(compiled.since(self._compile_last))
         self._last, self._compile_last = now, compiled
+
+    def begin_step(self) -> None:
+        """Let the phases of a later step begin now: what came between the steps is not part of them."""
+        if not self.open:
+            self._last = self.clock()
+            self.later_steps += 1
 
     def close(self) -> None:
         """End the first step: what comes after is not part of the wait."""

@@ -100,6 +100,7 @@ class Watchdog:
 
     @step.setter
     def step(self, step: int) -> None:
+        self.own.timeline.begin_step()
         self.own.set_step(step)
 
     def task(self, name: str) -> AbstractContextManager[None]:

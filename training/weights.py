@@ -10,7 +10,7 @@ import logging
 import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -45,6 +45,30 @@ class Adapter(Protocol):
 
 
 # --- models ---------------------------------------------------------------------------------------------------------------
+
+
+def weights_folder(place: str, turn: AbstractContextManager[Any] | None = None) -> Path:
+    """Return the local folder of weights: the one that is named, or that of a hub repository, fetched if need be.
+
+    Args:
+        turn: entered before the hub is asked: ranks of one host should not all fetch the same files.
+
+    Raises:
+        WeightsError: if it is neither, or the hub cannot be reached.
+    """
+    if Path(place).is_dir() or place.count("/") != 1 or place.startswith((".", "/", "~")):
+        return Path(place)
+    import huggingface_hub
+
+    try:
+        with turn or nullcontext():
+            return Path(huggingface_hub.snapshot_download(place, allow_patterns=["*.safetensors", "*.json"]))
+    except Exception as error:  # network, hub and name errors have no base in common
+        said = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise WeightsError(
+            f"model.initial_weights: got {place!r}, which is no folder here, and the hub says: {said}; check the name and the "
+            "network, or fetch it first: hf download NAME --local-dir FOLDER"
+        ) from None
 
 
 def load_weights(model: nn.Module, adapter: Adapter, folder: str | Path) -> None:
