@@ -174,7 +174,8 @@ def attempt(kind: Kind, folder: Path, place: str, count: int, how: str, chance: 
             time.sleep(0.001)
         codes = [process.returncode for process in ranks.processes]
         died = -signal.SIGKILL in codes
-        if died and chance.random() < 0.7:  # else the others find out by themselves
+        # Else the others find out by themselves, which they can once they have met: before, only the launcher sees it.
+        if died and (place == "start" or chance.random() < 0.7):
             time.sleep(chance.uniform(0, 0.05))
             for process in ranks.processes:
                 process.kill()

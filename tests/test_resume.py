@@ -6,6 +6,8 @@ import json
 import pickle
 import random
 import shutil
+import time
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -224,3 +226,41 @@ def test_an_object_store(tmp_path: Path):
     second = run(tmp_path / "b", *flags, "--resume", steps=8)
     assert second.steps == whole.steps[4:] and second.state(8) == whole.state(8)
     first.store.files.rm(first.store.root, recursive=True)
+
+
+def test_after_a_restart_only_runs_of_that_launch_count(straight: Ended, tmp_path: Path, monkeypatch, capsys):
+    """The launcher's names repeat: a launch of yesterday with the same name is not gone on from."""
+    runs = tmp_path / "runs"
+    shutil.copytree(straight.folder, runs / straight.folder.name)
+    record = json.loads((runs / straight.folder.name / "record.json").read_text())
+
+    def earlier(**identity: str) -> None:
+        changed = record | {"identity": record["identity"] | identity}
+        (runs / straight.folder.name / "record.json").write_text(json.dumps(changed))
+
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "debug")
+    began = datetime.fromisoformat(record["started_utc"]).timestamp()
+
+    def steps_after(launched_at: float, *flags: str) -> list[int]:
+        monkeypatch.setattr("training.resume.launcher_began", lambda: launched_at)
+        done = run(tmp_path / "runs", *flags_of(straight), *flags, "--checkpoint.every_steps", "0", steps=20)
+        shutil.rmtree(done.folder)
+        return [step["step"] for step in done.steps]
+
+    (runs / straight.folder.name / "checkpoints" / "step-00000020" / MARKER).unlink()
+    earlier(launch="debug")
+    assert steps_after(began - 5) == [*range(16, 21)]
+    assert steps_after(began + 60) == [*range(1, 21)], "launched after that run began"
+    assert "there is no complete checkpoint to go on from: beginning at step 1" in capsys.readouterr().out
+    earlier(launch="another")
+    assert steps_after(began - 5) == [*range(1, 21)]
+    # A launch that was asked to resume, and died before its first save, is asked again.
+    assert steps_after(began + 60, "--resume", straight.at(10)) == [*range(11, 21)]
+
+
+def test_when_the_launcher_began():
+    from training.world import launcher_began
+
+    began = launcher_began()
+    assert began is not None and 0 < time.time() - began < 7 * 24 * 3600

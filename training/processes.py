@@ -11,7 +11,8 @@ from typing import NamedTuple
 COMPILERS = ("neuronx-cc", "neuron-cc", "ptxas", "cicc", "nvcc", "cc1plus", "g++", "c++", "clang")
 """How the names of compilers begin that run as processes of their own."""
 
-_TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
+TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
+"""The unit of what /proc says of times."""
 
 
 class Process(NamedTuple):
@@ -54,7 +55,9 @@ def read_process(pid: int) -> Process | None:
             before, _, after = file.read().rpartition(b")")
         fields = after.decode("ascii").split()
         used = sum(int(fields[index]) for index in (11, 12, 13, 14))
-        return Process(pid, before.partition(b"(")[2].decode(errors="replace"), fields[0], int(fields[19]), used / _TICKS)
+        return Process(
+            pid, before.partition(b"(")[2].decode(errors="replace"), fields[0], int(fields[19]), used / TICKS_PER_SECOND
+        )
     except (OSError, ValueError, IndexError):
         return None
 

@@ -7,15 +7,18 @@ writes its checkpoints to where those of the run before it are, so that old ones
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from recipes.base import Recipe
 from training.checkpoint_store import MARKER, CheckpointError, CheckpointStore, Damaged, Manifest
-from training.world import launch_id
+from training.world import launch_id, launcher_began
 
 if TYPE_CHECKING:
     from training.distributed import Ranks
@@ -80,7 +83,10 @@ def resume_point(recipe: Recipe, ranks: Ranks, notify: Callable[[str], None]) ->
     Raises:
         CheckpointError: if one was asked for and there is none, if that one is damaged, or if it is of another run.
     """
-    search = candidates(recipe, notify)
+    began = None
+    if _restarts():  # the launch is as old as its oldest launcher: one that has taken the place of another is younger
+        began = min((began for began in ranks.gather(launcher_began()) if began is not None), default=None)
+    search = candidates(recipe, notify, began)
     while (found := ranks.from_main(lambda: next(search, None))) is not None:
         damages = ranks.gather(found.damage(ranks.world.rank, ranks.world.size))
         damage = next((damage for damage in damages if damage is not None), None)
@@ -91,7 +97,7 @@ def resume_point(recipe: Recipe, ranks: Ranks, notify: Callable[[str], None]) ->
             raise CheckpointError(f"checkpoint.resume: {damage}; name another one, or --resume for the newest complete one")
         found.store.damaged[found.manifest.step] = damage
         notify(f"checkpoint skipped: {damage}")
-    if recipe.checkpoint.resume == LATEST and not _restarts():
+    if recipe.checkpoint.resume == LATEST:
         place = recipe.checkpoint.folder or recipe.run.output_dir
         raise CheckpointError(
             f"checkpoint.resume: no complete checkpoint of {recipe.name} in {place}; "
@@ -102,23 +108,28 @@ def resume_point(recipe: Recipe, ranks: Ranks, notify: Callable[[str], None]) ->
     return None
 
 
-def candidates(recipe: Recipe, notify: Callable[[str], None]) -> Iterator[Resumed]:
+def candidates(recipe: Recipe, notify: Callable[[str], None], began: float | None = None) -> Iterator[Resumed]:
     """Yield the checkpoints that a run may go on from, best first. Their files are there; what is in them was not read yet.
+
+    Args:
+        began: when this launch did, in seconds since the epoch: after a restart only its own runs count. None: unknown.
 
     Raises:
         CheckpointError: if a path was asked for and there is nothing complete.
     """
     asked, restarts = recipe.checkpoint.resume, _restarts()
     if restarts:
-        launch, why = launch_id(), f"restart {restarts} of the launcher"
-    elif asked in (LATEST, AUTO):
-        launch, why = None, "newest of the recipe"
+        yield from _newest(recipe, partial(_is_of_this_launch, began), f"restart {restarts} of the launcher", notify)
+    if asked in (LATEST, AUTO):
+        yield from _newest(recipe, lambda record: True, "newest of the recipe", notify)
     elif asked is not None:
         yield Resumed(*_at(asked), EXACTLY)
-        return
-    else:
-        return
-    for store in _stores(recipe, launch):
+
+
+def _newest(
+    recipe: Recipe, mine: Callable[[Mapping[str, Any]], bool], why: str, notify: Callable[[str], None]
+) -> Iterator[Resumed]:
+    for store in _stores(recipe, mine):
         for manifest in store.candidates(notify):
             yield Resumed(store, manifest, why)
 
@@ -153,8 +164,18 @@ def _names(store: CheckpointStore) -> str:
     return ", ".join(store.name(step) for step in store.complete_steps()) or "none"
 
 
-def _stores(recipe: Recipe, launch: str | None) -> Iterator[CheckpointStore]:
-    """Yield where checkpoints of this recipe may be, newest run first."""
+def _is_of_this_launch(began: float | None, record: Mapping[str, Any]) -> bool:
+    """Whether a run was started by the launcher that has started this one."""
+    started = datetime.fromisoformat(record["started_utc"]).timestamp()
+    return record["identity"]["launch"] == launch_id() and (began is None or started >= math.floor(began))
+
+
+def _stores(recipe: Recipe, mine: Callable[[Mapping[str, Any]], bool]) -> Iterator[CheckpointStore]:
+    """Yield where checkpoints of this recipe may be, newest run first.
+
+    Args:
+        mine: whether a record is of a run that may be gone on from.
+    """
     if recipe.checkpoint.folder is not None:
         yield CheckpointStore(recipe.checkpoint.folder)
         return
@@ -162,13 +183,14 @@ def _stores(recipe: Recipe, launch: str | None) -> Iterator[CheckpointStore]:
     for path in sorted(Path(recipe.run.output_dir).glob("*/record.json"), reverse=True):  # names begin with the time
         try:
             record = json.loads(path.read_text())
-            identity, saved = record["identity"], record.get("checkpoints") or {}
-            mine = identity["recipe"]["name"] == recipe.name and (launch is None or identity.get("launch") == launch)
+            saved = record.get("checkpoints") or {}
+            if record["identity"]["recipe"]["name"] != recipe.name or not mine(record):
+                continue
         except (OSError, ValueError, KeyError, TypeError):  # not ours, or half a record of an old version
             continue
         own = str(path.parent / "checkpoints")  # where the run is now, if it was moved or copied
         folder = own if CheckpointStore(own).steps() else saved.get("folder")
-        if mine and folder and folder not in seen:
+        if folder and folder not in seen:
             seen.add(folder)
             yield CheckpointStore(folder)
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-import socket
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from recipes.base import RecipeError
+from training.processes import TICKS_PER_SECOND, read_process
 
 _LAUNCHED = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -59,11 +60,19 @@ class World:
 
 
 def launch_id() -> str | None:
-    """What all attempts of one elastic launch have in common, and no other launch has. None: torchrun did not start this."""
-    run_id = os.environ.get("TORCHELASTIC_RUN_ID")
-    if run_id is None:
+    """The launcher's name for this launch, which need not be unique. None: torchrun did not start this process."""
+    return os.environ.get("TORCHELASTIC_RUN_ID")
+
+
+def launcher_began() -> float | None:
+    """When the parent of this process was created, in seconds since the epoch. None: the system does not say.
+
+    For a rank that torchrun started that is when the launch began on this host, however often the ranks were started since.
+    """
+    parent = read_process(os.getppid())
+    if parent is None:
         return None
-    return f"{run_id} by {socket.gethostname()}:{os.getppid()}" if run_id == "none" else run_id
+    return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - parent.started / TICKS_PER_SECOND)
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:
