@@ -170,7 +170,7 @@ def train(
 
     optimizer, implementation = build_optimizer(model, recipe.optimizer, backend.adamw)
     timeline.mark(phases.OPTIMIZER_BUILD)
-    state = RunState(model, optimizer, ranks.checkpoint_group)
+    state = RunState(model, optimizer, backend, ranks.checkpoint_group)
     if resumed is not None:
         state.load(resumed.store, resumed.manifest, console.note)
         timeline.mark(phases.MATERIALISE)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from backends import get_backend
 from recipes.base import Optimizer
 from tests.durable import Ended, refused, run
 from training.checkpoint_store import MARKER, CheckpointStore
@@ -183,7 +184,7 @@ def test_random_numbers_go_on(tmp_path: Path):
     from training.run_state import RunState
 
     model = nn.Linear(2, 2)
-    state = RunState(model, torch.optim.AdamW(model.parameters()), None)
+    state = RunState(model, torch.optim.AdamW(model.parameters()), get_backend("cpu"))
     saved = {name: tensor.clone() for name, tensor in state.tensors().items()}
     expected = random.random(), random.gauss(0, 1), torch.rand(3)
     random.seed(5)

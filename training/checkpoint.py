@@ -77,7 +77,7 @@ class Checkpointer:
         self.state, self.ranks, self.data, self.journal = state, ranks, data, journal
         self.notify = journal.console.note
         self.saves: list[Save] = []
-        self._stager = DefaultStager(StagingOptions(state.device == "cuda", False, False, False))
+        self._stager = DefaultStager(StagingOptions(state.backend.pin_memory, False, False, False))
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._running: tuple[Manifest, float, float, Future[None]] | None = None
         self._needed_bytes: int | None = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as read_state
 from torch.distributed.tensor import DTensor, Replicate
 
+from backends.base import Backend
 from training.checkpoint_files import CheckedReader
 from training.checkpoint_store import CheckpointError, CheckpointStore, Manifest
 
@@ -31,11 +33,12 @@ class RunState:
         group: of gloo, in which all ranks load and save. None: one process.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup | None):
-        self.model, self.optimizer, self.group = model, optimizer, group
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, backend: Backend, group: dist.ProcessGroup | None = None
+    ):
+        self.model, self.optimizer, self.backend, self.group = model, optimizer, backend, group
         self.rank = 0 if group is None else dist.get_rank(group)
         self.world_size = 1 if group is None else dist.get_world_size(group)
-        self.device = next(model.parameters()).device.type
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything by name, as this rank holds it."""
@@ -81,17 +84,21 @@ class RunState:
             f"{own}.python": torch.tensor(words, dtype=torch.int64),
             f"{own}.python_gauss": torch.tensor(float("nan") if gauss is None else gauss, dtype=torch.float64),
         }
-        if self.device != "cpu":
-            state[f"{own}.device"] = torch.get_device_module(self.device).get_rng_state().cpu()
+        # A device whose module does not give its state away has none to go on from.
+        if (ask := getattr(self._device_module(), "get_rng_state", None)) is not None:
+            state[f"{own}.device"] = ask().cpu()
         return state
+
+    def _device_module(self) -> Any:
+        return torch.get_device_module(self.backend.name)
 
     def _set_random(self, state: dict[str, Tensor]) -> None:
         own = f"random.rank{self.rank}"
         gauss = state[f"{own}.python_gauss"].item()
         random.setstate((3, tuple(state[f"{own}.python"].tolist()), None if gauss != gauss else gauss))
         torch.set_rng_state(state[f"{own}.cpu"])
-        if self.device != "cpu":
-            torch.get_device_module(self.device).set_rng_state(state[f"{own}.device"])
+        if f"{own}.device" in state:
+            self._device_module().set_rng_state(state[f"{own}.device"])
 
 
 def prepare(optimizer: torch.optim.Optimizer) -> None:
