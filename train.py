@@ -118,7 +118,7 @@ def train(
     from models import load_family, model_config
     from training.checkpoint import Checkpointer, checkpoint_section, checkpoint_store
     from training.data import build_data
-    from training.data_parallel import multiply_dtype, replicated, sharding
+    from training.data_parallel import multiply_dtype, replicated, reshard, sharding
     from training.gradients import clip_grad_norm_
     from training.initialise import initialise
     from training.optimizer import build_optimizer, learning_rate, set_learning_rate
@@ -213,6 +213,7 @@ def train(
                 batch = next(validation_data).to(device, backend.pin_memory)
                 loss_sum += forward(batch).detach()
                 valid_tokens += batch.num_valid_tokens_of_all_ranks
+        reshard(model)
         return ranks.sum_losses([loss_sum])[0] / max(valid_tokens, 1), valid_tokens
 
     with report, console, stopping, keeper, ranks.contexts(), ExitStack() as profiling:
@@ -256,8 +257,8 @@ def train(
             report.stopped = stopping.after_step(step)
             saves = keeper.due(step) or report.stopped is not None
             validates = recipe.validation.every_steps and step % recipe.validation.every_steps == 0
-            edges = (first_step, training.steps, profiled.start - 1, profiled.stop - 1)
-            if step in edges or step % run.log_every == 0 or validates or saves:
+            edge = step % run.log_every == 0 or step in (first_step, training.steps, profiled.start - 1, profiled.stop - 1)
+            if edge or validates or saves:
                 if step + 1 == profiled.stop:
                     profiling.close()
                 journal.end_window(disturbed_by or ("saved" if keeper.is_writing else None))
@@ -275,15 +276,13 @@ def train(
                 keeper.poll()
                 journal.health.compare_copies(step, model, ranks)
                 if saves:
-                    with watchdog.task("saving a checkpoint"):
-                        keeper.save(step, last=report.stopped is not None or step == training.steps)
+                    keeper.save(step, last=report.stopped is not None or step == training.steps)
                 meter.begin()
             if report.stopped is not None:
                 break
 
         if recipe.checkpoint.export and report.stopped is None:
-            with watchdog.task("the export of the weights"):
-                keeper.export(family.adapter)
+            keeper.export(family.adapter)
     return 0 if report.stopped is None else report.stopped.exit_code
 
 

@@ -172,18 +172,16 @@ def attempt(kind: Kind, folder: Path, place: str, count: int, how: str, chance: 
                 time.sleep(wait)
                 victim.kill()
             time.sleep(0.001)
-        codes = [process.returncode for process in ranks.processes]
-        died = -signal.SIGKILL in codes
+        died = -signal.SIGKILL in [process.returncode for process in ranks.processes]
         # Else the others find out by themselves, which they can once they have met: before, only the launcher sees it.
         if died and (place == "start" or chance.random() < 0.7):
             time.sleep(chance.uniform(0, 0.05))
             for process in ranks.processes:
                 process.kill()
         finished = ranks.finish(SECONDS)
-    output = finished[0][1]
-    if not died and any(code for code, _ in finished):
-        raise AssertionError(f"{place} {how}: nobody was killed, and yet: {finished}")
-    return died, output
+    codes = [code for code, _ in finished]
+    assert -signal.SIGKILL in codes or not any(codes), f"{place} {how}: nobody was killed, and yet: {finished}"
+    return -signal.SIGKILL in codes, finished[0][1]
 
 
 def check_start(folder: Path, before: int, output: str, counts: Counts) -> None:
@@ -236,7 +234,11 @@ def campaign(kills: int, seed: int, kinds: list[Kind], say=print, kills_in_a_sto
             kind, number = kinds[number % len(kinds)], number + 1
             folder = Path(place, f"story {number}")
             folder.mkdir()
-            story(kind, folder, truths[kind], min(kills_in_a_story, kills - done), chance, counts, say)
+            try:
+                story(kind, folder, truths[kind], min(kills_in_a_story, kills - done), chance, counts, say)
+            except (AssertionError, OSError, ValueError, KeyError) as error:  # what else is wrong is wanted too
+                counts.faults.append(f"{kind}: {type(error).__name__}: {error}")
+                say(counts.faults[-1])
     return counts
 
 

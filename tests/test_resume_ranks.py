@@ -158,3 +158,19 @@ def test_torchrun_goes_on_from_the_last_checkpoint(tmp_path: Path):
     resumed = second.record["checkpoints"]["resumed_from"]
     assert resumed["run"] == first.record["id"] and resumed["why"] == "restart 1 of the launcher"
     assert second.store.url == first.store.url and second.store.complete_steps() == [12, 9]
+
+
+@pytest.mark.parametrize("mode", ["eager", "compile"])
+def test_a_validation_before_a_save_changes_nothing_of_it(mode: str, tmp_path: Path):
+    """A forward pass alone leaves FSDP2's last units gathered, in the type of the products: neither may get into a file."""
+    common = ["--training.dtype", "bfloat16", "--run.mode", mode]
+    common += ["--compile.backend", "aot_eager"] if mode == "compile" else []
+    validated = [*common, "--validation.every_steps", "3", "--validation.num_batches", "1"]
+    without, with_it = train_ranks("cpu", 2, tmp_path, [common, validated])
+    assert len(with_it.record["quality"]["validation"]) == 2
+    assert with_it.steps == without.steps and weights(with_it) == weights(without)
+    for step in (3, 6):
+        ours, theirs = with_it.manifest(step).files, without.manifest(step).files
+        assert [ours[name] for name in sorted(ours) if name != ".metadata"] == [
+            theirs[name] for name in sorted(theirs) if name != ".metadata"
+        ]

@@ -103,6 +103,14 @@ class Checkpointer:
         Raises:
             SaveFailed: if it is the last and failed, naming the file.
         """
+        with self.ranks.watchdog.task("saving a checkpoint"):
+            self._save(step, last)
+        if last and self.saves[-1].error is not None:
+            complete = self.ranks.from_main(self.store.complete_steps)
+            newest = self.store.name(complete[0]) if complete else "none"
+            raise SaveFailed(f"{self.saves[-1].error}; the newest complete checkpoint is {newest}")
+
+    def _save(self, step: int, last: bool) -> None:
         began = time.perf_counter()
         self.settle()
         if (problem := self._lacks_room(step)) is not None:
@@ -115,10 +123,6 @@ class Checkpointer:
             self._running = (manifest, began, time.perf_counter() - began, written)
             if last or not self.settings.asynchronous:
                 self.settle(waits=True)
-        if last and self.saves[-1].error is not None:
-            complete = self.ranks.from_main(self.store.complete_steps)
-            newest = self.store.name(complete[0]) if complete else "none"
-            raise SaveFailed(f"{self.saves[-1].error}; the newest complete checkpoint is {newest}")
 
     def _manifest(self, step: int) -> Manifest:
         return Manifest(
@@ -196,22 +200,23 @@ class Checkpointer:
         """Write the weights as they are now as a Hugging Face folder inside the run's, with a card of how they came about."""
         folder = self.journal.record.folder / "checkpoints" / "hf"
         loss = self.journal.last_loss if self.resumed is None else self.journal.last_loss or self.resumed.manifest.loss
-        export_weights(
-            self.state.model,
-            adapter,
-            folder,
-            self.data.tokenizer.save,
-            step=self.recipe.training.steps,
-            start=self.recipe.model.initial_weights,
-            dtype=getattr(torch, self.settings.export_dtype),
-            facts={
-                "recipe": self.recipe.name,
-                "run": self.journal.record.folder.name,
-                "tokens": f"{self.data.tokens_seen:,}",
-                "loss": "n/a" if loss is None else f"{loss:.4f}",
-            },
-            writes=self.ranks.world.is_main,
-        )
+        with self.ranks.watchdog.task("the export of the weights"):
+            export_weights(
+                self.state.model,
+                adapter,
+                folder,
+                self.data.tokenizer.save,
+                step=self.recipe.training.steps,
+                start=self.recipe.model.initial_weights,
+                dtype=getattr(torch, self.settings.export_dtype),
+                facts={
+                    "recipe": self.recipe.name,
+                    "run": self.journal.record.folder.name,
+                    "tokens": f"{self.data.tokens_seen:,}",
+                    "loss": "n/a" if loss is None else f"{loss:.4f}",
+                },
+                writes=self.ranks.world.is_main,
+            )
         self.notify(f"weights: {folder}")
 
     def section(self) -> dict[str, Any]:

@@ -47,6 +47,16 @@ def replicated(model: nn.Module, recipe: Recipe, ranks: Ranks) -> nn.Module:
     return DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
 
 
+def reshard(model: nn.Module) -> None:
+    """Give back the weights that FSDP2 leaves gathered after a forward pass, because it expects a backward pass to need them.
+
+    Until then a parameter of the model is not the one that the optimizer knows, and has the type of the products.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def _fsdp2(model: nn.Module, units: Units, *, mesh: DeviceMesh, dtype: torch.dtype | None, recipe: Recipe) -> None:
     # Inputs are not cast: the rotary table is one of them and stays fp32.
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None, cast_forward_inputs=False)
