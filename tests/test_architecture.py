@@ -16,6 +16,7 @@ MAY_IMPORT = {
     "backends": (),
     "training": ("recipes.base", "backends.base", "backends.peak_flops"),
     "preflight": ("recipes", "backends", "models", "training"),
+    "ledger": ("recipes", "backends", "models", "training"),
 }
 OUTSIDE = {
     # folder: third-party packages it may import

@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 
 from tests.ranks import ROOT, Processes
+from tests.test_train import TINY
 
 pytestmark = pytest.mark.distributed
 
-RUN = ["debug", "--training.steps", "12", "--run.no_tensorboard", "--validation.every_steps", "0", "--training.seq_len", "64"]
+RUN = [*TINY, "--training.steps", "12"]
 
 
 def record_of(folder: Path) -> dict[str, Any]:

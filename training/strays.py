@@ -38,10 +38,10 @@ def remove_strays(own: Path, recipe: str, store: str) -> list[Path]:
             record = {}
         except (OSError, ValueError):
             continue
-        is_gone = not record or _is_gone(record)
-        if is_gone or (record.get("checkpoints") or {}).get("folder") == store:
+        gone = not record or is_gone(record)
+        if gone or (record.get("checkpoints") or {}).get("folder") == store:
             strays += [path for pattern in _PARTS for path in folder.glob(pattern)]
-        if is_gone:
+        if gone:
             strays += [path for path in folder.glob("checkpoints/step-*") if not (path / MARKER).exists()]
             strays += [folder] if not record and not set(folder.iterdir()) - set(strays) else []
     for stray in strays:
@@ -58,7 +58,7 @@ def own_process() -> dict[str, Any]:
     return {"machine": machine_id(), "pid": os.getpid(), "started": None if process is None else process.started}
 
 
-def _is_gone(record: dict[str, Any]) -> bool:
+def is_gone(record: dict[str, Any]) -> bool:
     """Whether a record's process has certainly ended; False where that cannot be known from this machine."""
     identity = (record.get("identity") or {}).get("process") or {}
     if record.get("status") != "running" or identity.get("started") is None or identity.get("machine") != machine_id():
