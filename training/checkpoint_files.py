@@ -45,8 +45,9 @@ class CheckedWriter(FileSystemWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Take away what an earlier attempt left in the folder: the coordinator, before any rank writes."""
-        for path in self.store.files.ls(self.path, detail=False):
-            self.store.files.rm_file(path)
+        with suppress(FileNotFoundError):  # an object store has no folder before it has something in it
+            for path in self.store.files.ls(self.path, detail=False):
+                self.store.files.rm_file(path)
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
