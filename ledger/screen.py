@@ -58,32 +58,56 @@ def _table(*columns: str, right: Iterable[str] = ()) -> Table:
 
 def show_list(rows: Sequence[Row], console: Console) -> None:
     """Print one line per run, newest last, and what the problems of the unreadable ones are."""
-    right = ("ranks", "first step", "tokens/s", "MFU", "loss", "steps", "hours", "cost")
-    table = _table("run", "state", "device", "mode", "cache", *right, right=right)
-    for row in rows:
-        table.add_row(
-            row.id,
-            Text(row.state, _STYLES.get(row.state, "")),
-            row.device or "n/a",
-            row.mode or "n/a",
-            row.cache_state or "",
-            amount(row.ranks),
-            amount(row.first_step_seconds, "s"),
-            amount(row.tokens_per_second),
-            percent(row.mfu),
-            amount(row.loss),
-            amount(row.steps),
-            "n/a" if row.hours is None else f"{row.hours:.3f}",
-            "" if row.cost is None else f"{row.cost:.2f}",
+    header = (
+        "run",
+        "state",
+        "device",
+        "mode",
+        "cache",
+        "ranks",
+        "first step",
+        "tokens/s",
+        "MFU",
+        "loss",
+        "steps",
+        "hours",
+        "cost",
+    )
+    lines = [header, *map(_cells, rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    # Not a table of rich's: ten thousand rows would take it ten seconds.
+    out = console.file
+    for cells in lines:
+        words = (
+            cell.ljust(width) if column < 5 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(cells, widths, strict=True))
         )
-    console.print(table)
+        out.write("  ".join(words).rstrip() + "\n")
     for row in rows:
         if row.problem is not None:
-            console.print(f"{row.id}: {row.problem}", style="yellow", soft_wrap=True)
+            out.write(f"{row.id}: {row.problem}\n")
     paid = [row.cost for row in rows if row.cost is not None]
     hours = sum(row.hours for row in rows if row.hours is not None)
     total = f", {sum(paid):.2f} USD for the {len(paid)} that have a price" if paid else ""
-    console.print(f"{len(rows)} runs, {hours:.2f} hours{total}")
+    out.write(f"{len(rows)} runs, {hours:.2f} hours{total}\n")
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    return (
+        row.id,
+        row.state,
+        row.device or "n/a",
+        row.mode or "n/a",
+        row.cache_state or "",
+        amount(row.ranks),
+        amount(row.first_step_seconds, "s"),
+        amount(row.tokens_per_second),
+        percent(row.mfu),
+        amount(row.loss),
+        amount(row.steps),
+        "n/a" if row.hours is None else f"{row.hours:.3f}",
+        "" if row.cost is None else f"{row.cost:.2f}",
+    )
 
 
 def show_run(run: Run, console: Console) -> None:

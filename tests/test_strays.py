@@ -45,10 +45,11 @@ UNFINISHED = {"checkpoints/step-00000006", "checkpoints/step-00000006/__0_0.dist
         (record("running", started=1), WHOLE),
         (record("running", pid=2**22 + 1), WHOLE),
         (record("running", STORE, machine="another"), WHOLE | UNFINISHED),
-        (record("finished", STORE), WHOLE | UNFINISHED),
+        (record("failed"), WHOLE),
+        (record("interrupted"), WHOLE),
         (None, WHOLE),
     ],
-    ids=["process gone", "no such process", "saved where we do", "ended and saved where we do", "no record"],
+    ids=["process gone", "no such process", "saved where we do", "failed", "interrupted", "no record"],
 )
 def test_what_a_killed_run_left_is_removed(of: dict[str, Any] | None, stays: set[str], tmp_path: Path):
     folder = make(tmp_path, "20260101-000000-debug-aaaaaa", of)
@@ -61,18 +62,28 @@ def test_what_a_killed_run_left_is_removed(of: dict[str, Any] | None, stays: set
     [
         ("20260101-000000-debug-aaaaaa", record("running")),
         ("20260101-000000-debug-aaaaaa", record("running", machine="another", started=1)),
-        ("20260101-000000-debug-aaaaaa", record("interrupted")),
         ("20260103-000000-debug-aaaaaa", None),
         ("20260101-000000-qwen3_0_6b-aaaaaa", record("running", started=1)),
         ("20260102-000000-debug-bbbbbb", record("running", started=1)),
     ],
-    ids=["alive", "on another machine", "ended, and saved elsewhere", "younger than we", "another recipe", "ourselves"],
+    ids=["alive", "on another machine", "younger than we", "another recipe", "ourselves"],
 )
 def test_what_may_belong_to_somebody_is_left_alone(name: str, of: dict[str, Any] | None, tmp_path: Path):
     folder = make(tmp_path, name, of)
     before = left(folder)
     assert remove_strays(tmp_path / "20260102-000000-debug-bbbbbb", "debug", STORE) == []
     assert left(folder) == before
+
+
+@pytest.mark.parametrize("status", ["running", "finished"])
+def test_a_folder_that_another_run_saves_to_keeps_what_is_being_written(status: str, tmp_path: Path):
+    """A run that resumed saves to the folder of the one before it, and may be in the middle of that."""
+    folder = make(tmp_path, "20260101-000000-debug-aaaaaa", record("failed"))
+    resumed = tmp_path / "20260101-000001-debug-cccccc"
+    resumed.mkdir()
+    (resumed / "record.json").write_text(json.dumps(record(status, str(folder / "checkpoints"))))
+    remove_strays(tmp_path / "20260102-000000-debug-bbbbbb", "debug", STORE)
+    assert left(folder) == (WHOLE | UNFINISHED if status == "running" else WHOLE)
 
 
 def test_a_folder_that_held_nothing_else_goes_too(tmp_path: Path):
