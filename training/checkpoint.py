@@ -6,9 +6,13 @@ the run goes on.
 
 from __future__ import annotations
 
+import os
+import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -78,7 +82,7 @@ class Checkpointer:
         self.notify = journal.console.note
         self.saves: list[Save] = []
         self._stager = DefaultStager(StagingOptions(state.backend.pin_memory, False, False, False))
-        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._thread = ThreadPoolExecutor(1, "checkpoint", initializer=_step_back)
         self._running: tuple[Manifest, float, float, Future[None]] | None = None
         self._needed_bytes: int | None = None
         self._has_swept = False
@@ -234,6 +238,13 @@ class Checkpointer:
             self._sweep()
         self._thread.shutdown(wait=error is None)
         self._stager.close()
+
+
+def _step_back() -> None:
+    """Give this thread a low priority: on a CPU it takes its time from the steps. Not the lowest: then it is never done."""
+    if sys.platform == "linux":  # elsewhere a priority is the whole process's
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
 
 
 def checkpoint_section(store: CheckpointStore, resumed: Resumed | None, saves: Sequence[Save] = ()) -> dict[str, Any]:
