@@ -95,6 +95,8 @@ class Backend(ABC):
     compile_packages: ClassVar[tuple[str, ...]] = ("torch",)
     compile_variables: ClassVar[tuple[str, ...]] = ()
     """Packages whose versions, and variables whose values, are part of the compile cache's key."""
+    compile_cache_variable: ClassVar[str | None] = None
+    """Variable that says where the persistent compile cache is. None: it cannot be moved."""
     process_group: ClassVar[str]
     """Name for torch.distributed.init_process_group."""
     pin_memory: ClassVar[bool] = False

@@ -22,6 +22,7 @@ class CpuBackend(Backend):
 
     name = "cpu"
     compile_backend = "inductor"
+    compile_cache_variable = inductor.CACHE_VARIABLE
     compile_packages = ("torch", "triton")
     process_group = "gloo"
     adamw = ("fused", "foreach", "loop")

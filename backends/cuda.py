@@ -20,6 +20,7 @@ class CudaBackend(Backend):
 
     name = "cuda"
     compile_backend = "inductor"
+    compile_cache_variable = inductor.CACHE_VARIABLE
     compile_packages = ("torch", "triton")
     process_group = "nccl"
     pin_memory = True

@@ -18,13 +18,15 @@ from pathlib import Path
 
 from backends.base import CompileCache
 
+CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+
 
 def cache_directory() -> Path:
     """Where TorchInductor keeps its cache. Unlike torch's own function, this neither creates it nor costs an import.
 
     Source: torch/_inductor/runtime/cache_dir_utils.py. A test compares the two.
     """
-    if directory := os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
+    if directory := os.environ.get(CACHE_VARIABLE):
         return Path(os.path.abspath(directory))
     try:
         user = getpass.getuser()

@@ -33,7 +33,7 @@ INSTALL = (
     'pip install torch==2.14.0 "torch-neuronx==2.14.*" neuronx-cc --extra-index-url https://pip.repos.neuron.amazonaws.com'
 )
 
-DEFAULT_CACHE = "/tmp/neff_cache"
+CACHE_VARIABLE, DEFAULT_CACHE = "TORCH_NEURONX_NEFF_CACHE_DIR", "/tmp/neff_cache"
 
 
 class NeuronBackend(Backend):
@@ -46,6 +46,7 @@ class NeuronBackend(Backend):
     compile_backend = "neuron"
     compile_packages = ("torch", "torch-neuronx", "neuronx-cc")
     compile_variables = ("NEURON_CC_FLAGS", "NEURON_COMPILER_OPT_LEVEL")
+    compile_cache_variable = CACHE_VARIABLE
     process_group = "neuron"
 
     oldest_python: tuple[int, int] = (3, 12)
@@ -123,7 +124,7 @@ class NeuronBackend(Backend):
         """
         counted = "where compiled graphs are kept; AWS's default, set so that the cache that is counted is the one in use"
         return (
-            ("TORCH_NEURONX_NEFF_CACHE_DIR", DEFAULT_CACHE, counted),
+            (CACHE_VARIABLE, DEFAULT_CACHE, counted),
             ("TORCH_NEURONX_METRICS_ENABLED", "1", "compile-cache hits and misses are counted only if asked for"),
             ("TORCH_NEURONX_DISABLE_FALLBACK_EXECUTION", "1", "a graph that fails to compile raises, not runs eagerly"),
             ("TORCH_NEURONX_FALLBACK_ONLY_FOR_UNIMPLEMENTED_OPS", "1", "an operator that fails raises, not runs on the host"),
@@ -175,8 +176,7 @@ class NeuronBackend(Backend):
 
     def compile_cache(self) -> CompileCache:
         """The NEFF files of eager operators and compiled graphs alike; hits and misses of this process."""
-        place = os.environ.get("TORCH_NEURONX_NEFF_CACHE_DIR", DEFAULT_CACHE)
-        return CompileCache.at(Path(place), ".neff", *self.compile_cache_counters())
+        return CompileCache.at(Path(os.environ.get(CACHE_VARIABLE, DEFAULT_CACHE)), ".neff", *self.compile_cache_counters())
 
     def compile_cache_counters(self) -> tuple[int | None, int | None]:
         return _counter("CompilationCache.PersistentHits"), _counter("CompilationCache.PersistentMisses")

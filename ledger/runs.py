@@ -22,6 +22,7 @@ from training.strays import is_gone
 
 INDEX = ".ledger-index.json"
 _INDEX_VERSION = 1
+_TAIL_BYTES = 1 << 14
 
 
 class LedgerError(RecipeError):
@@ -69,6 +70,17 @@ class Run:
                     step = json.loads(line)
                     if isinstance(step, dict):
                         yield step
+
+    def last_step(self) -> dict[str, Any]:
+        """Return the last step that was recorded, without reading the others; empty if there is none."""
+        with suppress(OSError), open(self.folder / "steps.jsonl", "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+            for line in reversed(file.read().splitlines()):
+                with suppress(ValueError):
+                    step = json.loads(line)
+                    if isinstance(step, dict):
+                        return step
+        return {}
 
 
 def read_run(folder: Path) -> Run:

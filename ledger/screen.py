@@ -49,11 +49,12 @@ def percent(share: float | None) -> str:
     return "n/a" if share is None else f"{100 * share:.2f} %"
 
 
-def _table(*columns: str, right: Iterable[str] = ()) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
+def table(*columns: str, right: Iterable[str] = ()) -> Table:
+    """Return an empty table without lines."""
+    lines = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
-        table.add_column(column, justify="right" if column in right else "left", no_wrap=column not in _LONG)
-    return table
+        lines.add_column(column, justify="right" if column in right else "left", no_wrap=column not in _LONG)
+    return lines
 
 
 def show_list(rows: Sequence[Row], console: Console) -> None:
@@ -122,20 +123,20 @@ def show_run(run: Run, console: Console) -> None:
         "quality": ("loss_first", "loss_last_window", "steps_recorded", "non_finite_steps"),
         "cost": ("hours", "price_per_hour", "price_source", "cost"),
     }
-    table = _table("section", "name", "value")
+    lines = table("section", "name", "value")
     for section, names in sections.items():
         for number, name in enumerate(names):
             value = run.get(f"{section}.{name}")
-            table.add_row(
+            lines.add_row(
                 "" if number else section, name.replace("_", " "), amount(value, "s" if name.endswith("seconds") else "")
             )
     for phase in run.get("timing.phases") or ():
         if isinstance(phase, dict):
-            table.add_row("", str(phase.get("phase", "")).replace("_", " "), amount(phase.get("seconds"), "s"))
+            lines.add_row("", str(phase.get("phase", "")).replace("_", " "), amount(phase.get("seconds"), "s"))
     resumed = run.get("checkpoints.resumed_from")
-    table.add_row("checkpoints", "resumed from", "none" if not resumed else f"{resumed.get('checkpoint')}")
-    table.add_row("", "saved", str(len(run.get("checkpoints.saves") or ())))
-    console.print(table)
+    lines.add_row("checkpoints", "resumed from", "none" if not resumed else f"{resumed.get('checkpoint')}")
+    lines.add_row("", "saved", str(len(run.get("checkpoints.saves") or ())))
+    console.print(lines)
 
 
 def show_comparison(found: Comparison, anyway: bool, console: Console) -> None:
@@ -143,19 +144,19 @@ def show_comparison(found: Comparison, anyway: bool, console: Console) -> None:
     ids = [run.id for run in found.runs]
     if not found.comparable:
         console.print("not comparable: the runs did not do the same work", style="bold red")
-        table = _table("what differs", *ids)
+        lines = table("what differs", *ids)
         for row in found.unequal:
-            table.add_row(row.name, *(amount(value) for value in row.values))
-        console.print(table)
+            lines.add_row(row.name, *(amount(value) for value in row.values))
+        console.print(lines)
         if not anyway:
             console.print("--anyway shows the figures all the same")
             return
         console.print("shown anyway, of UNEQUAL work:", style="bold yellow")
-    table = _table("", *ids, "ratio", right=(*ids, "ratio"))
+    lines = table("", *ids, "ratio", right=(*ids, "ratio"))
     for row in (*found.settings, *found.figures, *found.phases):
         ratio = row.ratio if row in found.figures or row in found.phases else None
-        table.add_row(row.name, *(amount(value, row.unit) for value in row.values), "" if ratio is None else f"{ratio:.3f}")
-    console.print(table)
+        lines.add_row(row.name, *(amount(value, row.unit) for value in row.values), "" if ratio is None else f"{ratio:.3f}")
+    console.print(lines)
     if found.interval is not None:
         interval = found.interval
         console.print(
@@ -185,12 +186,12 @@ def show_break_even(found: Answer, steps: Sequence[int], console: Console) -> No
         if (found.earliest_step, found.latest_step) != (crossing.step, crossing.step):
             console.print(f"  by the spread of the steps: between step {found.earliest_step} and {latest}")
     columns = [pace.name for pace in (found.a, found.b)]
-    table = _table("steps", *columns, "ahead", "by", right=("steps", *columns, "by"))
+    lines = table("steps", *columns, "ahead", "by", right=("steps", *columns, "by"))
     for count in steps:
         totals = [pace.total(count) for pace in (found.a, found.b)]
         cells = [_time_and_cost(pace, total) for pace, total in zip((found.a, found.b), totals, strict=True)]
-        table.add_row(f"{count:,}", *cells, found.winner(count).name, f"{abs(totals[0] - totals[1]):,.1f} s")
-    console.print(table)
+        lines.add_row(f"{count:,}", *cells, found.winner(count).name, f"{abs(totals[0] - totals[1]):,.1f} s")
+    console.print(lines)
 
 
 def _time_and_cost(pace: Pace, seconds: float) -> str:
@@ -201,19 +202,19 @@ def _time_and_cost(pace: Pace, seconds: float) -> str:
 def show_verdict(run: Run, found: Verdict, derived: Sequence[Derived], console: Console) -> None:
     """Print the verdict field by field, and under which convention the published MFU comes out."""
     console.print(f"{found.claim.title}\n{found.claim.source}, {found.claim.date}\n")
-    table = _table("figure", "published", run.id, "verdict", "why", right=("published", run.id))
+    lines = table("figure", "published", run.id, "verdict", "why", right=("published", run.id))
     for finding in found.findings:
         verdict = Text(finding.verdict, _STYLES[finding.verdict])
-        table.add_row(finding.name, amount(finding.claimed), amount(finding.found), verdict, finding.reason)
-    console.print(table)
+        lines.add_row(finding.name, amount(finding.claimed), amount(finding.found), verdict, finding.reason)
+    console.print(lines)
     console.print(Text.assemble("verdict: ", (found.verdict, f"bold {_STYLES[found.verdict]}")))
     if derived:
         console.print(f"\nthe published MFU of {percent(derived[0].claimed)}, worked out from the published tokens/s:")
-        table = _table("numerator", "peak of a chip", "MFU", "", right=("MFU",))
+        lines = table("numerator", "peak of a chip", "MFU", "", right=("MFU",))
         for row in derived:
             peak = f"{row.peak_flops_per_chip / 1e12:.0f} TFLOP/s ({row.peak})"
-            table.add_row(row.numerator, peak, percent(row.mfu), "the published one" if row.is_the_claimed_one else "")
-        console.print(table)
+            lines.add_row(row.numerator, peak, percent(row.mfu), "the published one" if row.is_the_claimed_one else "")
+        console.print(lines)
     unknown = [name for name, value in found.claim.work.items() if value.value is None]
     inferred = [name for name, value in found.claim.work.items() if value.status == "inferred"]
     console.print(f"inferred, not published: {', '.join(inferred) or 'nothing'}; unknown: {', '.join(unknown) or 'nothing'}")

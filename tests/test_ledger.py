@@ -145,7 +145,8 @@ def test_names_are_found_by_a_part_and_refused_when_it_is_not_enough(runs: Path,
             "allowed: flexattention_trn3, gpt_oss_20b_trn2",
         ),
         (["breakeven", whole, "claim:qwen3_32b_trn2/fast", "--runs", str(runs)], "got mode 'fast', allowed: claim:"),
-        (["breakeven", EAGER, COMPILED, "--steps", "0"], "--steps: got 0, allowed: 1 or more"),
+        (["breakeven", EAGER, COMPILED, "--steps", "0"], "--steps: got '0', allowed: whole numbers of 1 or more, with commas"),
+        (["breakeven", EAGER, COMPILED, "--steps", "20 100"], "--steps: got '20 100', allowed: whole numbers"),
         (["compare", whole, "--runs", str(runs)], "name at least two runs"),
     ):
         capsys.readouterr()

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -137,7 +138,9 @@ def test_which_signals_are_one_request():
     assert patient.end_at == 11.5
 
 
-def test_before_the_first_step_is_over_a_signal_ends_the_process(tmp_path: Path, monkeypatch):
+def test_before_the_first_step_is_over_a_signal_ends_the_process(tmp_path: Path, monkeypatch, request):
+    # A suite that was started in the background has been told to ignore it.
+    request.addfinalizer(partial(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, signal.default_int_handler)))
     at_step(monkeypatch, 1, lambda: os.kill(os.getpid(), signal.SIGINT))
     code = train.main([*TINY, "--training.steps", "8", "--run.output_dir", str(tmp_path)])
     (record,) = tmp_path.glob("*/record.json")

@@ -108,11 +108,12 @@ class RunRecord:
             os.replace(unfinished, self.folder / "record.json")
 
     def append_steps(self, steps: Sequence[Any]) -> None:
-        """Add one line per optimizer step (training.metrics.Step) to steps.jsonl."""
+        """Add one line per optimizer step (training.metrics.Step) to steps.jsonl, with the time at which it was known."""
         if not self.writes:
             return
+        now = datetime.now(UTC).isoformat(timespec="milliseconds")
         for step in steps:
-            self._steps.write(json.dumps(_plain(step), allow_nan=False) + "\n")
+            self._steps.write(json.dumps(_plain(step) | {"written_utc": now}, allow_nan=False) + "\n")
         self._steps.flush()
 
     def finish(self, status: str, cause: str | None = None) -> None:
