@@ -196,7 +196,7 @@ class Campaign:
                 return
             progress("one run that is not measured: it fills the caches of files and tokens that no cell is about")
             first = Cell(0, COLD, self.plan.modes[0])
-            self._start(first, ["--training.steps", "1"])
+            self._start(first, ["--training.steps", "1", "--optimizer.warmup_steps", "0", "--run.profile", "none"])
             shutil.rmtree(self._cache(first))
             for number, cell in enumerate(cells, start=1):
                 if str(cell) in self.done:

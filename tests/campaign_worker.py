@@ -23,6 +23,7 @@ def main(arguments: list[str]) -> int:
     parsed = command_line.parse(arguments)
     assert parsed is not None
     recipe, _ = parsed
+    recipe.check(recipe.parallel.ranks)
     record = RunRecord(recipe, arguments, ROOT)
     compiled = recipe.run.mode == "compile"
     cache = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
