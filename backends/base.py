@@ -73,7 +73,7 @@ class CompileCache:
         errors: list[OSError] = []
         for folder, _, names in os.walk(directory, onerror=errors.append):
             for name in names:
-                if name.endswith(suffix):
+                if name.endswith(suffix) and not name.startswith("."):
                     try:
                         size_bytes += Path(folder, name).stat().st_size
                     except FileNotFoundError:  # another process has just replaced or evicted it

@@ -13,8 +13,10 @@ from typing import Any
 
 from rich.console import Console
 
+from backends.cache_pack import CachePackError
 from ledger import claims, screen
 from ledger.break_even import break_even, find_pace
+from ledger.cache_commands import add_commands as add_cache_commands
 from ledger.campaign import Campaign, make_plan
 from ledger.campaign_results import results
 from ledger.campaign_screen import show_campaign
@@ -39,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(list(arguments))
     try:
         return options.run(options)
-    except LedgerError as error:
+    except (LedgerError, CachePackError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # `| head` has seen enough
@@ -95,6 +97,8 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument(
         "--output", type=Path, metavar="FILE", help="default: report.html in the folder of the run, or of the runs"
     )
+    cache = commands.add_parser("cache", help="a compile cache as one portable file", description="Compile caches.")
+    add_cache_commands(cache)
     removed = command("rm", _remove, "remove run folders; what they cost stays known")
     removed.add_argument("names", metavar="RUN", nargs="+")
     removed.add_argument("--yes", action="store_true", help="do it; without this it is only said what would be removed")
