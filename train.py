@@ -1,7 +1,6 @@
 """Train a recipe: parse, build, THE loop, report.
 
-    python train.py debug                       a tiny Qwen3 on the CPU, eager
-    python train.py debug --run.mode compile    the same, compiled
+    python train.py debug --run.mode compile    a tiny Qwen3 on the CPU, compiled
     python train.py --help                      every recipe
 
 Exit code 0: finished. 1: the run failed; its record says why. 2: the recipe or the machine cannot do what was asked, and
@@ -30,6 +29,7 @@ from training.console import Console
 from training.flops import count_flops
 from training.journal import Journal
 from training.metrics import Meter
+from training.precompile import precompile
 from training.record import RunFailed, RunRecord, package_versions, run_name
 from training.report import Report
 from training.resume import resume_point
@@ -52,8 +52,9 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's stop closes the record like Ctrl-C does
     try:
-        parsed = command_line.parse(arguments)
-        if parsed is None:
+        if "--precompile" in arguments:
+            return precompile([word for word in arguments if word != "--precompile"])
+        if (parsed := command_line.parse(arguments)) is None:
             return 0
         recipe, dry_run = parsed
         world = World.from_environment()

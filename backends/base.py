@@ -97,6 +97,8 @@ class Backend(ABC):
     """Packages whose versions, and variables whose values, are part of the compile cache's key."""
     compile_cache_variable: ClassVar[str | None] = None
     """Variable that says where the persistent compile cache is. None: it cannot be moved."""
+    compiles_eagerly: ClassVar[bool] = False
+    """Whether operators are compiled, and kept in that cache, in eager mode too."""
     process_group: ClassVar[str]
     """Name for torch.distributed.init_process_group."""
     pin_memory: ClassVar[bool] = False

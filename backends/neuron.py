@@ -47,6 +47,7 @@ class NeuronBackend(Backend):
     compile_packages = ("torch", "torch-neuronx", "neuronx-cc")
     compile_variables = ("NEURON_CC_FLAGS", "NEURON_COMPILER_OPT_LEVEL")
     compile_cache_variable = CACHE_VARIABLE
+    compiles_eagerly = True
     process_group = "neuron"
 
     oldest_python: tuple[int, int] = (3, 12)
@@ -103,8 +104,7 @@ class NeuronBackend(Backend):
         return []
 
     def check_ranks(self, local_ranks: int, chip: str | None = None) -> None:
-        problem = neuron_cores.problem_with_ranks(local_ranks, table_name(chip), self._num_chips())
-        if problem:
+        if problem := neuron_cores.problem_with_ranks(local_ranks, table_name(chip), self._num_chips()):
             raise BackendUnavailable(problem)
 
     def machine_checks(self, local_ranks: int, chip: str | None, instance: str | None = None) -> list[Check]:

@@ -167,6 +167,8 @@ class Compile:
     """Compile backend. None: the device's own (inductor on cpu and cuda, neuron on neuron)."""
     fullgraph: bool = True
     """Refuse graph breaks."""
+    require_cached: bool = False
+    """End the run after its first step if anything had to be compiled that should have been in the compile cache."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,9 @@ from typing import Any, get_type_hints
 
 from recipes.base import Recipe, RecipeError
 
-USAGE = "usage: python train.py RECIPE [--section.field VALUE ...] [--resume [PATH]] [--tiny] [--dry-run] [--help]"
+USAGE = (
+    "usage: python train.py RECIPE [--section.field VALUE ...] [--resume [PATH]] [--tiny] [--dry-run] [--precompile] [--help]"
+)
 _NOT_RECIPES = ("base", "durability", "rules", "command_line")
 
 
@@ -95,6 +97,7 @@ def print_overview() -> None:
         f"{USAGE}\n\nTrain a recipe. `python train.py RECIPE --help` lists every field with its value there.\n\n"
         "  --tiny     a few small layers of the same kind in the same layout, on the CPU and without the network\n"
         "  --dry-run  print the recipe as it would be trained\n"
+        "  --precompile  fill the compile cache, train nothing, and prove that the next run finds everything in it\n"
         "  --resume [PATH|auto]     go on from the newest complete checkpoint of the recipe, or from this one\n"
         "  --allow-change FIELD...  resume although these fields differ from the resumed run's\n\nrecipes:"
     )

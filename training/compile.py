@@ -6,10 +6,13 @@ import os
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from backends.base import Backend, CompileCache
+from backends.cache_files import repair
 from recipes.base import Recipe, RecipeError
+from training.compile_cache import require_usable
 from training.record import RunFailed
 from training.timeline import CompileTotals, difference
 
@@ -24,8 +27,10 @@ def compile_keywords(recipe: Recipe, backend: Backend) -> dict[str, Any] | None:
     """Return the keywords for torch.compile, or None in eager mode.
 
     Raises:
-        RecipeError: if the device does not honour one of them.
+        RecipeError: if the device does not honour one of them, or the compile cache's folder cannot be used.
     """
+    if recipe.run.mode == "compile" or backend.compiles_eagerly:
+        require_usable(backend)
     if recipe.run.mode == "eager":
         return None
     try:
@@ -70,9 +75,15 @@ class CompileWatch:
     compilations: list[Compilation] = field(default_factory=list)
     first_step: int = 1
     """Of this process: a resumed run begins later."""
+    repaired: int = field(init=False)
+    """Damaged entries of the cache that this process has removed."""
 
     def __post_init__(self) -> None:
         self.cache_before = self.cache()
+        directory = self.cache_before.directory
+        self.repaired = 0 if directory is None else len(repair(Path(directory)))
+        if self.repaired:
+            self.cache_before = self.cache()
         if self.active:
             from torch._dynamo.utils import set_compilation_metrics_limit
 
@@ -138,7 +149,7 @@ class CompileWatch:
         """
         cache = cache or self.cache()
         hits, misses = difference(cache.hits, self.cache_before.hits), difference(cache.misses, self.cache_before.misses)
-        return CacheUse(_identity(cache.directory), hits, misses)
+        return CacheUse(_identity(cache.directory), hits, misses, self.repaired)
 
     def report(self, uses: Sequence[CacheUse] = ()) -> dict[str, Any]:
         """Return the compile section of the run record.
@@ -161,6 +172,7 @@ class CompileWatch:
                 "state": cache_state_of_all(uses or [use]),
                 "hits": use.hits,
                 "misses": use.misses,
+                "repaired": sum(each.repaired for each in uses or [use]),
                 "before": asdict(self.cache_before),
                 "after": asdict(cache),
             },
@@ -205,6 +217,8 @@ class CacheUse:
     """Which cache it is: ranks with the same one share its entries. None: there is none."""
     hits: int | None
     misses: int | None
+    repaired: int = 0
+    """Damaged entries that it has removed."""
 
 
 def cache_state_of_all(uses: Sequence[CacheUse]) -> str | None:

@@ -209,11 +209,15 @@ class Ranks:
                 )
 
     def sum_losses(self, losses: Sequence[Tensor]) -> list[float]:
-        """Read losses [] from the device, each summed over the data-parallel ranks; waits for all of them."""
-        if self.data == 1 or not losses:
-            return [loss.item() for loss in losses]
-        total = torch.stack(list(losses))
-        dist.all_reduce(total)
+        """Read losses [] from the device, each summed over the data-parallel ranks; waits for all of them.
+
+        They are added on the host: windows have more than one length, and a device compiles for each shape that it meets.
+        """
+        parts = [loss.item() for loss in losses]
+        if self.data == 1 or not parts:
+            return parts
+        total = torch.tensor(parts, dtype=torch.float64)
+        dist.all_reduce(total, group=self._control)
         return (total / self.tensor).tolist()
 
     def vote(self, wish: int) -> Vote:

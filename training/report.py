@@ -13,6 +13,7 @@ from recipes.base import Recipe
 from training import timeline as phases
 from training.collateral import cause_in_one_line
 from training.compile import CacheUse, CompileWatch
+from training.compile_cache import graph_facts, require_cached
 from training.flops import NUMERATORS, ModelShape, count_flops, mfu
 from training.journal import Journal
 from training.record import software
@@ -128,6 +129,7 @@ class Report:
                 ),
                 ("layout", self._layout_text()),
                 ("data", f"{data['source']} ({data['fingerprint']})"),
+                ("cache", self._cache_text()),
                 ("run", str(self.journal.record.folder)),
             ),
         )
@@ -144,7 +146,23 @@ class Report:
         self.journal.peak_flops = self.peaks[0].flops if self.peaks else None
         self.journal.open_tensorboard()
         self.journal.record.write_environment()
-        self.journal.record.update(timing=self._timing(), compile=self._compile())
+        compiled = self._compile()
+        self.journal.record.update(timing=self._timing(), compile=compiled)
+        self._account_for_cache(compiled["cache"])
+
+    def _account_for_cache(self, cache: dict[str, Any]) -> None:
+        """Say what was wrong with the compile cache, and end the run if the recipe relies on it in vain."""
+        if cache["repaired"]:
+            self.journal.console.note(f"compile cache: {cache['repaired']} damaged entries removed, to be compiled again")
+        before, after = cache["before"]["files"], cache["after"]["files"]
+        if cache["misses"] and None not in (before, after) and after <= before:
+            self.journal.console.note(
+                f"warning: {cache['misses']} graphs were compiled and nothing was kept in {cache['after']['directory']}; the "
+                "next run compiles them again"
+            )
+        if self.recipe.compile.require_cached:
+            uses = [(step.cache.hits, step.cache.misses) for step in self.first_steps]
+            require_cached(uses, cache["after"]["directory"], graph_facts(self.recipe, self.backend))
 
     def _gather_ranks(self) -> None:
         """Learn from every rank how its first step went, and say so where they differ."""
@@ -263,6 +281,13 @@ class Report:
             "rank_dependent_graphs": self._rank_dependent_graphs(),
             **self.watch.report([step.cache for step in self.first_steps]),
         }
+
+    def _cache_text(self) -> str:
+        before = self.watch.cache_before
+        if self.recipe.run.mode == "eager" and not self.backend.compiles_eagerly:
+            return "none in eager mode"
+        files = "n/a" if before.files is None else f"{before.files:,}"
+        return f"{before.directory or 'n/a'}, {files} entries"
 
     def _layout_text(self) -> str:
         layout, ranks = self.ranks.layout(self.recipe), self.ranks.world.size
