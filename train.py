@@ -52,9 +52,8 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's stop closes the record like Ctrl-C does
     try:
-        if "--precompile" in arguments:
-            return precompile([word for word in arguments if word != "--precompile"])
-        if (parsed := command_line.parse(arguments)) is None:
+        asked = [word for word in arguments if word != "--precompile"]
+        if (parsed := command_line.parse(asked)) is None:
             return 0
         recipe, dry_run = parsed
         world = World.from_environment()
@@ -62,13 +61,13 @@ def main(arguments: list[str] | None = None) -> int:
         if dry_run:
             print("\n".join(command_line.lines(recipe)))
             return 0
-        return start(recipe, get_backend(recipe.run.device), world, timeline, arguments)
-    except (RecipeError, BackendUnavailable) as error:
+        backend = get_backend(recipe.run.device)
+        if asked != arguments:
+            return precompile(recipe, backend, world, asked)
+        return start(recipe, backend, world, timeline, arguments)
+    except (RecipeError, BackendUnavailable, RunFailed) as error:
         complain(error)
-        return 2
-    except RunFailed as error:
-        complain(error)
-        return 1
+        return 1 if isinstance(error, RunFailed) else 2
     except KeyboardInterrupt:
         return 130
 

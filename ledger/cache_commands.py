@@ -11,9 +11,9 @@ from typing import Any
 
 from backends import NAMES, get_backend
 from backends.base import Backend
-from backends.cache_files import files, prune
-from backends.cache_pack import CachePackError, differences, pack, unpack, verify
+from ledger.cache_pack import CachePackError, differences, pack, unpack, verify
 from ledger.screen import amount
+from training.cache_files import files, prune
 
 
 def add_commands(parser: argparse.ArgumentParser) -> None:

@@ -13,10 +13,10 @@ from typing import Any
 
 from rich.console import Console
 
-from backends.cache_pack import CachePackError
 from ledger import claims, screen
 from ledger.break_even import break_even, find_pace
 from ledger.cache_commands import add_commands as add_cache_commands
+from ledger.cache_pack import CachePackError
 from ledger.campaign import Campaign, make_plan
 from ledger.campaign_results import results
 from ledger.campaign_screen import show_campaign

@@ -61,6 +61,13 @@ def test_contract(name, tmp_path, monkeypatch):
     assert [(v.name, v.value, v.reason, v.set_by) for v in backend.set_environment()] == [(*want, "backend") for want in wanted]
     assert [(v.name, v.value, v.reason, v.set_by) for v in backend.set_environment()] == [(*want, "user") for want in wanted]
 
+    # Compile cache: its variable moves it.
+    variable = backend.compile_cache_variable
+    if variable is not None:
+        monkeypatch.setenv(variable, str(tmp_path / "compiled"))
+        assert backend.compile_cache().directory == str(tmp_path / "compiled")
+    assert backend.compiles_eagerly == (name == "neuron")
+
     # Device: tensors live on it, and a seed repeats what is drawn on the host and on the device.
     device = backend.device()
     assert device == backend.device(0)

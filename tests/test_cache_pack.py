@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from backends import get_backend
-from backends.cache_files import files, repair
-from backends.cache_pack import CachePackError, open_pack, pack, unpack, verify
+from ledger.cache_pack import CachePackError, open_pack, pack, unpack, verify
 from ledger.command_line import main
+from training.cache_files import files, repair
 
 CPU = get_backend("cpu")
 

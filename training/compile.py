@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from backends.base import Backend, CompileCache
-from backends.cache_files import repair
 from recipes.base import Recipe, RecipeError
+from training.cache_files import repair
 from training.compile_cache import require_usable
 from training.record import RunFailed
 from training.timeline import CompileTotals, difference

@@ -15,8 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from backends import get_backend
-from recipes import command_line
+from backends.base import Backend
 from recipes.base import Recipe, RecipeError
 from training.compile_cache import REPOSITORY, graph_facts, remember_fill, require_usable
 from training.record import RunFailed
@@ -34,7 +33,7 @@ _OTHER_ATTEMPT = 1000
 """Added to torchrun's count of restarts: its store outlives the first run, and with it the keys of that run."""
 
 
-def precompile(arguments: Sequence[str]) -> int:
+def precompile(recipe: Recipe, backend: Backend, world: World, arguments: Sequence[str]) -> int:
     """Fill the cache, prove it, and return the exit code: that of the run which failed, or 0.
 
     Args:
@@ -44,15 +43,7 @@ def precompile(arguments: Sequence[str]) -> int:
         RecipeError: if the recipe compiles nothing, or what it compiles is not kept.
         RunFailed: if the second run had to compile something after all.
     """
-    parsed = command_line.parse(arguments)
-    if parsed is None:
-        return 0
-    recipe, backend, world = parsed[0], get_backend(parsed[0].run.device), World.from_environment()
-    recipe.check(recipe.parallel.ranks if parsed[1] and "WORLD_SIZE" not in os.environ else world.size)
-    _require_something_to_keep(recipe)
-    if parsed[1]:
-        print("\n".join(command_line.lines(recipe)))
-        return 0
+    _require_something_to_keep(recipe, backend)
     backend.set_environment()
     require_usable(backend)
     folder = Path(recipe.run.output_dir, FOLDER)
@@ -79,8 +70,7 @@ def precompile(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _require_something_to_keep(recipe: Recipe) -> None:
-    backend = get_backend(recipe.run.device)
+def _require_something_to_keep(recipe: Recipe, backend: Backend) -> None:
     if recipe.checkpoint.resume is not None:
         raise RecipeError(f"--precompile: got --resume {recipe.checkpoint.resume}, but nothing is trained; drop one of the two")
     if recipe.run.mode == "eager" and not backend.compiles_eagerly:

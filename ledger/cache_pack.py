@@ -20,8 +20,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
 from backends.base import Backend
-from backends.cache_files import files, remember_sizes, sizes
-from backends.system import read_text
+from training.cache_files import files, remember_sizes, sizes
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -48,7 +47,6 @@ class Manifest:
 
     format: int
     created_utc: str
-    device: str
     conditions: dict[str, str | None]
     """What a machine must have in common with the one that compiled. None: not set, or unknown."""
     entries: list[Entry]
@@ -71,7 +69,7 @@ class Unpacked:
 
 def conditions(backend: Backend) -> dict[str, str | None]:
     """Return what decides whether a compiled entry is found and runs: versions, flags, chip, and LNC where there is one."""
-    found = {**backend.compile_settings(), "chip": backend.chip(), "architecture": platform.machine()}
+    found = {"device": backend.name, **backend.compile_settings(), "chip": backend.chip(), "architecture": platform.machine()}
     if backend.compile_backend == "inductor":  # its kernels are Python extensions, compiled for this very processor
         found["Python"] = ".".join(map(str, sys.version_info[:2]))
         found["processor features"] = _processor_features()
@@ -80,20 +78,23 @@ def conditions(backend: Backend) -> dict[str, str | None]:
 
 def _processor_features() -> str | None:
     """Return a hash of what /proc/cpuinfo lists. None: it lists nothing."""
-    lines = (read_text(Path("/proc/cpuinfo")) or "").splitlines()
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return None
     flags = next((line for line in lines if line.startswith(("flags", "Features"))), "").partition(":")[2].split()
     return hashlib.sha256(" ".join(sorted(flags)).encode()).hexdigest()[:16] if flags else None
 
 
 def differences(manifest: Manifest, backend: Backend) -> tuple[list[str], list[str]]:
     """Return the conditions that differ here, and those that are unknown on one of the two sides, each in words."""
-    if manifest.device != backend.name:
-        return [f"device: packed for {manifest.device}, here {backend.name}"], []
     here, differ, unknown = conditions(backend), [], []
-    for name in sorted(manifest.conditions.keys() | here.keys()):
+    for name in sorted(manifest.conditions.keys() | here.keys(), key=lambda name: (name != "device", name)):
         packed, mine = manifest.conditions.get(name), here.get(name)
         if packed == mine:
             continue
+        if name == "device":  # then the rest does too
+            return [f"device: packed for {packed}, here {mine}"], []
         line = f"{name}: packed with {packed or 'none'}, here {mine or 'none'}"
         # The name of a chip can only be asked for where there is one.
         (unknown if name == "chip" and None in (packed, mine) else differ).append(line)
@@ -114,7 +115,7 @@ def pack(backend: Backend, directory: Path, file: Path) -> Manifest:
     if not listed:
         raise CachePackError(f"nothing to pack: {directory} holds no entry; fill it with `train.py RECIPE --precompile`")
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    manifest = Manifest(FORMAT, now, backend.name, conditions(backend), listed)
+    manifest = Manifest(FORMAT, now, conditions(backend), listed)
     partial = file.with_name(f".{file.name}.{secrets.token_hex(4)}.partial")
     try:
         with zipfile.ZipFile(partial, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
@@ -143,7 +144,7 @@ def open_pack(file: Path) -> tuple[zipfile.ZipFile, Manifest]:
             raise CachePackError(f"{file}: format {number}, this version reads {FORMAT}")
         entries = [Entry(str(each["path"]), int(each["bytes"]), str(each["sha256"])) for each in content["entries"]]
         found = dict(content["conditions"])
-        manifest = Manifest(number, str(content["created_utc"]), str(content["device"]), found, entries)
+        manifest = Manifest(number, str(content["created_utc"]), found, entries)
     except CachePackError:
         raise
     except (OSError, zipfile.BadZipFile, KeyError, TypeError, ValueError, EOFError, AttributeError) as error:
