@@ -189,6 +189,10 @@ class Run:
     """Folder that receives one folder per run."""
     tensorboard: bool = True
     """Write TensorBoard scalars into the run folder."""
+    tracker: Literal["none", "mlflow", "wandb"] = "none"
+    """Tell MLflow or Weights & Biases as well. Where they are and who asks, their own variables and files say."""
+    tracker_project: str = "firststep"
+    """MLflow's experiment, or the project of Weights & Biases."""
     profile: Literal["none", "first", "steady"] = "none"
     """Write a torch.profiler trace of the first step, or of the first three steps after step 2."""
     budget_minutes: float | None = None

@@ -14,6 +14,7 @@ from training.flops import implausible, mfu
 from training.health import HealthWatch
 from training.metrics import Meter, Window, steady
 from training.record import RunRecord
+from training.tracker import SafeTracker
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -41,6 +42,7 @@ class Journal:
     validations: list[dict[str, Any]] = field(default_factory=list)
     health: HealthWatch = field(init=False)
     _tensorboard: SummaryWriter | None = None
+    _tracker: SafeTracker | None = None
     _warned: bool = False
 
     def __post_init__(self) -> None:
@@ -51,12 +53,17 @@ class Journal:
         """Of the newest step that was read from the device. None: of none yet."""
         return self.windows[-1].steps[-1].loss if self.windows else None
 
-    def open_tensorboard(self) -> None:
-        """Start the event file. Importing TensorBoard takes seconds: do it where no window is being measured."""
+    def open_trackers(self) -> None:
+        """Start TensorBoard's event file and the tracker's run. Imports take seconds: do it where no window is measured."""
+        run = self.recipe.run
+        if run.tracker != "none" and self.record.writes:
+            self._tracker = SafeTracker(run.tracker, run.tracker_project, self.record.content, self.console.note)
         if self.recipe.run.tensorboard and self.record.writes:
             from torch.utils.tensorboard import SummaryWriter
 
             self._tensorboard = SummaryWriter(str(self.record.folder / "tensorboard"))
+        for window in self.windows:
+            self._write_scalars(window)
 
     def end_window(self, disturbed_by: str | None) -> None:
         """Synchronise, write down the window's steps and print it.
@@ -85,8 +92,7 @@ class Journal:
         """Write down one validation round."""
         self.validations.append({"step": step, "loss": loss, "tokens": tokens, "batches": self.recipe.validation.num_batches})
         self.console.note(f"validation after step {step}: loss {loss:.4f} over {tokens:,} tokens")
-        if self._tensorboard is not None:
-            self._tensorboard.add_scalar("loss/validation", loss, step)
+        self._add_scalars({"loss/validation": loss}, step)
 
     def share(self, tokens_per_second: float | None) -> float | None:
         """Return the MFU at this global rate, warning once if it cannot be right."""
@@ -98,12 +104,18 @@ class Journal:
         return share
 
     def _write_scalars(self, window: Window) -> None:
-        if self._tensorboard is None:
-            return
         for step in window.steps:
-            for name, value in (("loss/train", step.loss), ("grad_norm", step.grad_norm), ("lr", step.lr)):
-                self._tensorboard.add_scalar(name, value, step.step)
-        self._tensorboard.add_scalar("speed/tokens_per_second", window.tokens_per_second, window.steps[-1].step)
+            values = {"loss/train": step.loss, "grad_norm": step.grad_norm, "lr": step.lr}
+            if step is window.steps[-1]:
+                values["speed/tokens_per_second"] = window.tokens_per_second
+            self._add_scalars(values, step.step)
+
+    def _add_scalars(self, values: dict[str, float], step: int) -> None:
+        if self._tensorboard is not None:
+            for name, value in values.items():
+                self._tensorboard.add_scalar(name, value, step)
+        if self._tracker is not None:
+            self._tracker.scalars(values, step)
 
     def quality(self) -> dict[str, Any]:
         """Return the quality section of the run record."""
@@ -150,3 +162,9 @@ class Journal:
         """Flush what is still open."""
         if self._tensorboard is not None:
             self._tensorboard.close()
+
+    def finish(self, status: str, cause: str | None) -> None:
+        """Close the record, and tell the tracker what it says."""
+        self.record.finish(status, cause)
+        if self._tracker is not None:
+            self._tracker.close(self.record.content, self.record.folder)

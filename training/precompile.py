@@ -50,8 +50,8 @@ def precompile(recipe: Recipe, backend: Backend, world: World, arguments: Sequen
     short = [word for pair in _SHORT.items() for word in pair]
     if recipe.validation.every_steps:
         short += ["--validation.every_steps", "1"]
-    command = [*_this_command(arguments), *arguments, *short, "--run.no_tensorboard", "--checkpoint.no_export"]
-    command += ["--run.output_dir", str(folder)]
+    command = [*_this_command(arguments), *arguments, *short, "--run.no_tensorboard", "--run.tracker", "none"]
+    command += ["--checkpoint.no_export", "--run.output_dir", str(folder)]
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
     for number, proof in enumerate(([], ["--compile.require_cached"])):
         if world.is_main:

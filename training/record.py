@@ -22,6 +22,7 @@ from typing import Any
 from recipes.base import Recipe, RecipeError
 from training.snapshot import write_snapshot
 from training.strays import own_process
+from training.tracker import require_tracker
 from training.world import launch_id
 
 SCHEMA_VERSION = 1
@@ -57,8 +58,9 @@ class RunRecord:
             checkpoints: where the run will save and what it goes on from; None: it does not say yet.
 
         Raises:
-            RecipeError: if the folder cannot be written.
+            RecipeError: if the folder cannot be written, or a tracker is asked for that is not installed.
         """
+        require_tracker(recipe.run.tracker)
         name, self.writes = name or run_name(recipe), writes
         self.folder = Path(recipe.run.output_dir) / name
         self._lock = threading.Lock()

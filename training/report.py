@@ -144,7 +144,7 @@ class Report:
         self._gather_ranks()
         self.peaks = self.backend.peaks(self.recipe.training.dtype, self.recipe.run.chip)
         self.journal.peak_flops = self.peaks[0].flops if self.peaks else None
-        self.journal.open_tensorboard()
+        self.journal.open_trackers()
         self.journal.record.write_environment()
         compiled = self._compile()
         self.journal.record.update(timing=self._timing(), compile=compiled)
@@ -236,7 +236,7 @@ class Report:
         if error is None:
             peak = self.backend.memory().peak_allocated_bytes
             self.journal.console.facts("summary", summary(self.journal.record.content, peak))
-        self.journal.record.finish(status, cause)
+        self.journal.finish(status, cause)
         self.journal.console.note(f"{status}: {self.journal.record.folder / 'record.json'}")
 
     def _timing(self) -> dict[str, Any]:

@@ -41,6 +41,8 @@ FREE = (
     "run.profile",
     "run.stop_file",
     "run.tensorboard",
+    "run.tracker",
+    "run.tracker_project",
     "training.local_batch_size",
     "training.global_batch_size",
 )
