@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -182,6 +183,16 @@ def test_the_same_work_is_compared(runs: Path, capsys):
     assert "not comparable" not in out and "95 % of the bootstrap" in out and "furthest apart in step" in out
     steady = next(row for row in found.figures if row.name == "a steady step")
     assert steady.ratio == pytest.approx(steady.values[1] / steady.values[0])
+
+
+def test_e8_another_size_of_logical_core_is_other_work(runs: Path, capsys):
+    one, two, _ = names(runs)
+    for name, size in ((one, 1), (two, 2)):
+        environment = json.loads((runs / name / "record.json").read_text())["environment"]
+        edit(runs / name, environment=environment | {"device_facts": {"logical_core_config": size}})
+    assert main(["compare", one, two, "--runs", str(runs)]) == 1
+    out = capsys.readouterr().out
+    assert "not comparable" in out and re.search(r"logical cores\W+1\W+2\b", out), out
 
 
 def test_unequal_work_is_shown_and_not_divided(runs: Path, capsys):

@@ -83,10 +83,12 @@ def story(tmp_path: Path) -> Story:
     return Story(tmp_path)
 
 
-def test_cold_then_warm_then_damaged(story: Story):
+def test_b1_b2_cold_then_warm_then_damaged(story: Story):
+    """A warm start compiles nothing and still waits: tracing is not cached, and both first steps are in the records."""
     codes, outputs, record = story.train(1, *COMPILED, fallback_ops="aten::index_select aten::nothing")
     assert codes == [0], outputs
     assert record["compile"]["cache"]["state"] == "cold" and record["compile"]["cache"]["hits"] == 0
+    assert record["timing"]["first_step_seconds"] > record["compile"]["trace_seconds"] > 0
     assert record["compile"]["cache"]["after"]["files"] == len(story.neffs()) > 0
     assert record["compile"]["graphs"] == 2 and record["compile"]["backend"] == "neuron"
     assert record["fallbacks"] == {"aten::index_select": None}, "of those that have run"
@@ -95,6 +97,7 @@ def test_cold_then_warm_then_damaged(story: Story):
 
     _, _, record = story.train(1, *COMPILED)
     assert record["compile"]["cache"]["state"] == "warm" and record["compile"]["cache"]["misses"] == 0
+    assert record["timing"]["first_step_seconds"] > record["compile"]["trace_seconds"] > 0
 
     story.neffs()[0].write_bytes(b"")
     _, _, record = story.train(1, *COMPILED)
