@@ -115,7 +115,7 @@ class Processes:
             multiprocessing.connection.wait([process.sentinel for process in running], max(0.0, ends - time.monotonic()))
             codes = [process.returncode for process in self.processes]
             if time.monotonic() >= ends and None in codes:
-                tails = "".join(f"\n--- rank {rank}\n{process.output[-2000:]}" for rank, process in enumerate(self.processes))
+                tails = "".join(f"\n--- rank {rank}\n{process.output[-8000:]}" for rank, process in enumerate(self.processes))
                 raise TimeoutError(f"exit codes when the time was over: {codes}{tails}")
             if any(code is not None and code < 0 for code in codes):
                 ends = min(ends, time.monotonic() + 30)
